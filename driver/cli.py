@@ -1,0 +1,318 @@
+"""The command line: `headrace up`, then everything else over REST, as `curl` would do it.
+
+A command finds its service by `--url`, by HEADRACE_URL, or by the newest service.json under ./runs. Errors are one sentence on
+standard error and exit status 1; a bad configuration is 2.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import httpx
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from driver.config import ConfigError, load_config
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="Asynchronous reinforcement learning of language models.")
+config_app = typer.Typer(no_args_is_help=True, help="Look at configuration files.")
+app.add_typer(config_app, name="config")
+out = Console()
+err = Console(stderr=True)
+
+Url = Annotated[
+    str | None, typer.Option(help="the service's address; default: HEADRACE_URL, or the newest one under ./runs", envvar="HEADRACE_URL")
+]
+RunName = Annotated[str | None, typer.Option("--run", help="which run; default: the only one")]
+Sets = Annotated[list[str] | None, typer.Option("--set", help="override one key: --set batch.samples=8")]
+
+
+def fail(text: str, status: int = 1) -> NoReturn:
+    err.print(f"[red]error[/red] {text}", highlight=False, soft_wrap=True)
+    raise typer.Exit(status)
+
+
+class Service:
+    """The REST client of the command line."""
+
+    def __init__(self, url: str | None) -> None:
+        token = os.environ.get("HEADRACE_TOKEN")
+        if url is None:
+            facts = newest_service()
+            if facts is None:
+                fail("no service is running here: start one with `headrace up CONFIG.yaml`, or give --url")
+            url, token = facts["url"], token or facts["token"]
+        headers = {"authorization": f"Bearer {token}"} if token else {}
+        self.url = url
+        self._http = httpx.Client(base_url=url, headers=headers, timeout=60.0, trust_env=False)
+
+    def call(self, method: str, path: str, **more: Any) -> Any:
+        try:
+            reply = self._http.request(method, path, **more)
+        except httpx.TransportError as error:
+            fail(f"no answer from {self.url} ({type(error).__name__}); is the service up? headrace up CONFIG.yaml")
+        if reply.status_code >= 400:
+            try:
+                fail(reply.json()["error"]["message"])
+            except (ValueError, KeyError, TypeError):
+                fail(f"{self.url}{path} answered {reply.status_code}: {reply.text[:300]}")
+        return reply.json() if reply.headers.get("content-type", "").startswith("application/json") else reply.text
+
+    def run(self, name: str | None) -> str:
+        if name is not None:
+            return name
+        runs = [r["run_id"] for r in self.call("GET", "/v1/runs")]
+        if len(runs) != 1:
+            fail(f"say which run: --run {' | '.join(runs)}")
+        return runs[0]
+
+
+def newest_service() -> dict[str, Any] | None:
+    """The newest service.json under ./runs whose process lives."""
+    for path in sorted(Path("runs").glob("*/service.json"), key=lambda p: p.stat().st_mtime, reverse=True):
+        try:
+            facts = json.loads(path.read_text())
+            os.kill(facts["pid"], 0)
+        except (OSError, ValueError, KeyError):
+            continue
+        return facts
+    return None
+
+
+# ---- starting and ending -------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def up(
+    config: Annotated[Path, typer.Argument(help="the run's YAML")],
+    overrides: Sets = None,
+    detach: Annotated[bool, typer.Option("--detach", "-d", help="return when the service answers")] = False,
+    exit_when_done: Annotated[bool, typer.Option(help="end the service when the run has ended")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="log to RUN_DIR/logs/driver.log only")] = False,
+) -> None:
+    """Start a run on this machine: engines, reward pool, trainer ranks, store and the REST service.
+
+    An interrupted run goes on where it was: same CONFIG, same run_id.
+    """
+    try:
+        checked = load_config(config, overrides)
+    except ConfigError as error:
+        fail(str(error), 2)
+    if detach:
+        _detach(config, overrides or [], checked.directory, exit_when_done)
+        return
+    from driver.up import CannotStart, main
+
+    try:
+        raise typer.Exit(main(checked, exit_when_done=exit_when_done, quiet=quiet))
+    except CannotStart as error:
+        fail(str(error))
+
+
+def _detach(config: Path, overrides: list[str], directory: Path, exit_when_done: bool) -> None:
+    directory.joinpath("logs").mkdir(parents=True, exist_ok=True)
+    before = directory / "service.json"
+    if before.exists():
+        before.unlink()  # of a service that died; a living one holds the ledger and the new one says so
+    argv = [sys.executable, "-P", "-m", "driver.cli", "up", str(config), "--quiet", *(a for o in overrides for a in ("--set", o))]
+    if exit_when_done:
+        argv.append("--exit-when-done")
+    with (directory / "logs" / "up.log").open("ab") as log:
+        start = log.tell()
+        child = subprocess.Popen(argv, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True)
+    for _ in range(600):
+        if before.exists():
+            facts = json.loads(before.read_text())
+            out.print(f"run {facts['run_id']} is up at {facts['url']} (process {facts['pid']})", highlight=False)
+            return
+        if child.poll() is not None:
+            text = (directory / "logs" / "up.log").read_bytes()[start:].decode(errors="replace").strip()
+            fail(text.removeprefix("error ").replace("\n", " ") or f"the service ended with status {child.returncode}")
+        time.sleep(0.05)
+    fail(f"the service did not answer within 30 s; see {directory}/logs")
+
+
+@app.command()
+def down(url: Url = None, wait_s: Annotated[float, typer.Option(help="how long to wait for its end")] = 90.0) -> None:
+    """End the service in order. What is applied is saved and what is ready is kept: `headrace up` goes on from there."""
+    facts = newest_service() if url is None else None
+    Service(url).call("POST", "/v1/shutdown")
+    until = time.monotonic() + wait_s
+    while facts is not None and _alive(facts["pid"]):
+        if time.monotonic() > until:
+            fail(f"process {facts['pid']} has not ended after {wait_s:.0f} s; see its logs")
+        time.sleep(0.1)
+    out.print("down")
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    stat = Path(f"/proc/{pid}/stat")
+    return not (stat.exists() and stat.read_text().rpartition(")")[2].split()[0] == "Z")
+
+
+# ---- asking ----------------------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def submit(
+    file: Annotated[Path, typer.Argument(help="JSONL or Parquet")],
+    url: Url = None,
+    run: RunName = None,
+    keep_open: Annotated[bool, typer.Option(help="more rows will follow: the run does not end when these are walked")] = False,
+    append_to: Annotated[str | None, typer.Option(help="append to this open dataset")] = None,
+    mapping: Annotated[str | None, typer.Option("--map", help="field mapping: prompt=question,answer=label")] = None,
+    key: Annotated[str | None, typer.Option(help="idempotency key: the same key again adds nothing")] = None,
+) -> None:
+    """Submit a dataset to a run."""
+    if not file.is_file():
+        fail(f"there is no file {file}")
+    service = Service(url)
+    name = service.run(run)
+    params: dict[str, Any] = {}
+    if mapping:
+        pairs = [pair.partition("=") for pair in mapping.split(",")]
+        params["mapping"] = json.dumps({target.strip(): field.strip() for target, _, field in pairs})
+    path = f"/v1/runs/{name}/datasets"
+    if append_to:
+        path += f"/{append_to}/rows"
+    else:
+        params |= {"name": file.name, "close": str(not keep_open).lower()}
+    headers = {"content-type": "application/octet-stream"} | ({"idempotency-key": key} if key else {})
+    with file.open("rb") as body:
+        reply = service.call("POST", path, params=params, headers=headers, content=body)
+    out.print(
+        f"dataset {reply['dataset_id']}: {reply['rows_added']} rows added, {reply['rows']} in all" + (", closed" if reply["closed"] else "")
+    )
+
+
+@app.command()
+def status(
+    url: Url = None,
+    run: RunName = None,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="a live view until the run ends")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="as JSON")] = False,
+) -> None:
+    """Where a run is: versions, staleness, queues, and why the slower side waits."""
+    service = Service(url)
+    name = service.run(run)
+    if watch:
+        from driver.live import watch as live_watch
+
+        live_watch(service, name)
+        return
+    facts = service.call("GET", f"/v1/runs/{name}")
+    if as_json:
+        out.print_json(json.dumps(facts))
+        return
+    table = Table(show_header=False, box=None)
+    for key in (
+        "run_id",
+        "state",
+        "failure",
+        "batches",
+        "trained_version",
+        "serving_version",
+        "committed_version",
+        "reward_mean",
+        "in_flight",
+    ):
+        table.add_row(key, str(facts[key]))
+    table.add_row("watermark", f"{facts['watermark']} ({facts['watermark_binding']} binds)")
+    table.add_row("staleness", f"max {facts['staleness_max']}, bound {facts['staleness_bound']}")
+    table.add_row("trajectories", ", ".join(f"{k} {v}" for k, v in facts["trajectories"].items() if k != "reasons"))
+    for reason, count in facts["trajectories"]["reasons"].items():
+        table.add_row("discarded", f"{count} × {reason}")
+    for side, wait in facts["why"].items():
+        table.add_row(f"{side} waits", f"{wait['seconds']:.1f} s: {wait['reason']}")
+    out.print(table)
+
+
+@app.command()
+def show(traj_uid: str, url: Url = None, run: RunName = None) -> None:
+    """One trajectory with its lineage, text and rewards."""
+    service = Service(url)
+    out.print_json(json.dumps(service.call("GET", f"/v1/runs/{service.run(run)}/trajectories/{traj_uid}")))
+
+
+@app.command()
+def why(url: Url = None, run: RunName = None) -> None:
+    """The constraint that binds now, in a sentence."""
+    service = Service(url)
+    out.print(service.call("GET", f"/v1/runs/{service.run(run)}/why")["sentence"], highlight=False)
+
+
+@app.command()
+def logs(
+    role: Annotated[str, typer.Argument(help="driver, engine-0, trainer-0, reward-0 …")] = "driver",
+    url: Url = None,
+    run: RunName = None,
+    lines: Annotated[int, typer.Option("--lines", "-n")] = 50,
+) -> None:
+    """The last lines of one role's log."""
+    service = Service(url)
+    sys.stdout.write(service.call("GET", f"/v1/runs/{service.run(run)}/logs/{role}", params={"lines": lines}))
+
+
+def _act(action: str, url: str | None, run: str | None) -> None:
+    service = Service(url)
+    reply = service.call("POST", f"/v1/runs/{service.run(run)}/{action}")
+    out.print(f"run {reply['run_id']} is {reply['state']}")
+
+
+@app.command()
+def pause(url: Url = None, run: RunName = None) -> None:
+    """Send nothing new; what is in flight ends."""
+    _act("pause", url, run)
+
+
+@app.command()
+def resume(url: Url = None, run: RunName = None) -> None:
+    """Go on after a pause."""
+    _act("resume", url, run)
+
+
+@app.command()
+def drain(url: Url = None, run: RunName = None) -> None:
+    """No new samples; train what is there, then end the run."""
+    _act("drain", url, run)
+
+
+@app.command()
+def cancel(url: Url = None, run: RunName = None) -> None:
+    """End the run after the batch in training; the rest is discarded, with that reason."""
+    _act("cancel", url, run)
+
+
+@config_app.command("check")
+def config_check(config: Path, overrides: Sets = None) -> None:
+    """Check a configuration and print it with all defaults."""
+    import yaml
+
+    try:
+        checked = load_config(config, overrides)
+    except ConfigError as error:
+        fail(str(error), 2)
+    dumped = checked.model_dump(mode="json")
+    if dumped["service"]["token"]:
+        dumped["service"]["token"] = "(set)"
+    out.print(yaml.safe_dump(dumped, sort_keys=False), highlight=False, end="")
+
+
+def main() -> None:
+    """The console script."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

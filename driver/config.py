@@ -1,0 +1,332 @@
+"""A run's configuration: one YAML file, checked whole before anything starts.
+
+Unknown keys are errors that name the nearest right one (a misspelled key that is silently ignored costs somebody a week of
+training). Every default says what goes wrong without it. Paths are relative to the file that names them, except `run_dir`,
+which is relative to the current directory so that one configuration can be run from many places.
+"""
+
+from __future__ import annotations
+
+import difflib
+import ipaddress
+import json
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+
+class ConfigError(ValueError):
+    """A sentence for the user: what is wrong, where, and what to do."""
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class SamplingConfig(_Section):
+    """Sampling of training traffic. Top-p, top-k and the like are refused: the trainer could not know the support (M5)."""
+
+    temperature: float = Field(1.0, gt=0, description="log-probs are of logits / temperature; 0 has no gradient")
+    max_new_tokens: int = Field(16, ge=1)
+    stop_token_ids: list[int] = []
+
+
+class RolloutConfig(_Section):
+    engine: Literal["embedded"] = "embedded"
+    engines: int = Field(1, ge=1, le=64, description="engine processes started on this machine")
+    n: int = Field(8, ge=1, description="trajectories per sample; a group baseline needs at least 2")
+    min_group: int = Field(2, ge=1, description="fewer ready trajectories than this and the sample is discarded whole")
+    sampling: SamplingConfig = SamplingConfig()
+    apply_chat_template: bool = False
+    context_length: int = Field(256, ge=8)
+    max_running_requests: int = Field(128, ge=1, description="per engine: requests it decodes at once")
+    max_open_requests: int = Field(256, ge=1, description="per engine: requests sent and not answered; bounds the engine's queue")
+    deterministic: bool = Field(False, description="each request computed alone and seeded: the same run, bit for bit; slow")
+    stream_interval: int = Field(16, ge=1, description="tokens per streamed chunk: with an engine at most this much is lost a request")
+    stall_s: float = Field(60.0, gt=0, description="a request without a new token for this long is lost and goes elsewhere")
+    infrastructure_retries: int = Field(20, ge=0, description="a request lost to a dead engine is sent again this often")
+    data_retries: int = Field(1, ge=0, description="a prompt or a score that fails by itself is tried again this often")
+    engine_args: list[str] = Field([], description="further flags for the engine's command line")
+    threads: int = Field(1, ge=1)
+
+
+class BatchConfig(_Section):
+    samples: int = Field(16, ge=1, description="P: samples per global batch")
+    mini_batches: int = Field(1, ge=1, description="optimizer steps per global batch")
+    micro_batch_tokens: int = Field(4096, ge=16, description="token budget of one forward and backward pass")
+
+    @model_validator(mode="after")
+    def _mini_batches_fit(self) -> BatchConfig:
+        if self.mini_batches > self.samples:
+            raise ValueError(f"mini_batches ({self.mini_batches}) exceeds samples ({self.samples}); a mini-batch is cut by sample")
+        return self
+
+
+class StalenessConfig(_Section):
+    bound: int = Field(2, ge=0, description="S: no trained sample is more than this many batches old; 0 is synchronous")
+
+
+class ScorerConfig(_Section):
+    rule: Literal["exact", "numeric", "partial"] | None = None
+    function: str | None = Field(None, description="module:attribute or path/file.py:attribute")
+    params: dict[str, Any] = {}
+    time_limit_s: float = Field(10.0, gt=0, description="a scorer that runs longer is killed and its leaf fails")
+
+    @model_validator(mode="after")
+    def _one_of(self) -> ScorerConfig:
+        if (self.rule is None) == (self.function is None):
+            raise ValueError("a scorer needs either `rule` (exact, numeric, partial) or `function` (module:attribute)")
+        return self
+
+
+class RewardConfig(_Section):
+    scorers: dict[str, ScorerConfig] = Field({"*": ScorerConfig(rule="exact")}, description="by task type; '*' is the default")
+    workers: int = Field(1, ge=1)
+    batch_wait_s: float = Field(0.01, ge=0, description="jobs are gathered this long before they are sent")
+    deadline_s: float = Field(120.0, gt=0, description="a score that has not come by then counts as lost and is asked for again")
+
+
+class LossConfig(_Section):
+    clip_low: float = Field(0.2, gt=0, lt=1)
+    clip_high: float = Field(0.28, gt=0)
+    advantage: Literal["group_mean", "grpo"] = Field("group_mean", description="group_mean: reward - mean; grpo: also divided by the std")
+
+
+class TrainerConfig(_Section):
+    dp: int = Field(1, ge=1, le=64, description="data-parallel ranks")
+    learning_rate: float = Field(3e-4, gt=0)
+    warmup_batches: int = Field(0, ge=0)
+    schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="decay to zero at stop.batches")
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    grad_clip: float = Field(1.0, gt=0)
+    loss: LossConfig = LossConfig()
+    threads_per_rank: int = Field(1, ge=1)
+    step_deadline_s: float = Field(600.0, gt=0, description="a training call without an answer for this long: the group is restarted")
+
+    def learning_rate_at(self, batch_id: int, last_batch: int | None) -> float:
+        """The rate of a batch, from its id alone, so that a restart or a replay gets the same one."""
+        if batch_id < self.warmup_batches:
+            return self.learning_rate * (batch_id + 1) / (self.warmup_batches + 1)
+        if self.schedule == "constant" or not last_batch:
+            return self.learning_rate
+        span = max(1, last_batch - self.warmup_batches)
+        done = min(1.0, (batch_id - self.warmup_batches) / span)
+        if self.schedule == "linear":
+            return self.learning_rate * (1.0 - done)
+        import math
+
+        return self.learning_rate * 0.5 * (1.0 + math.cos(math.pi * done))
+
+
+class CheckpointConfig(_Section):
+    every: int = Field(10, ge=1, description="batches between checkpoints; bounds what is replayed after a loss")
+    keep_last: int = Field(2, ge=1)
+
+
+class PushConfig(_Section):
+    bucket_bytes: int = Field(64 << 20, ge=1 << 10)
+    deadline_s: float = Field(60.0, gt=0, description="one engine's whole push; later it is quarantined")
+    logprob_tolerance: float = Field(1e-3, gt=0, description="largest difference of the fixed sequence's log-probs, engine to trainer")
+
+
+class StopConfig(_Section):
+    batches: int | None = Field(None, ge=1)
+    epochs: int | None = Field(1, ge=1, description="passes over the datasets; null: for ever")
+    reward: float | None = Field(None, description="stop when the mean reward over the last `reward_window` batches reaches this")
+    reward_window: int = Field(5, ge=1)
+
+
+class StoreConfig(_Section):
+    backend: Literal["embedded"] = "embedded"
+    directory: Path | None = Field(None, description="default /dev/shm/headrace-UID-RUN; must be a memory file system")
+    capacity_bytes: int = Field(1 << 30, ge=1 << 20)
+
+
+class ServiceConfig(_Section):
+    host: str = "127.0.0.1"
+    port: int = Field(8700, ge=0, le=65535, description="0: any free port, written to RUN_DIR/service.json")
+    token: str | None = Field(None, description="bearer token; needed as soon as host is not loopback; ${NAME} reads the environment")
+    data_roots: list[Path] = Field([], description="folders from which datasets may be read by path over REST")
+
+    @property
+    def loopback(self) -> bool:
+        if self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+    @field_validator("token")
+    @classmethod
+    def _from_environment(cls, value: str | None) -> str | None:
+        if value and value.startswith("${") and value.endswith("}"):
+            name = value[2:-1]
+            if not os.environ.get(name):
+                raise ValueError(f"the environment variable {name} is not set")
+            return os.environ[name]
+        return value
+
+    @model_validator(mode="after")
+    def _token_beyond_loopback(self) -> ServiceConfig:
+        if not self.loopback and not self.token:
+            raise ValueError(f"host {self.host} is reachable from outside: set service.token, or host: 127.0.0.1")
+        return self
+
+
+class ModelConfig(_Section):
+    path: Path = Field(description="a Hugging Face checkpoint directory (config.json, safetensors, tokenizer.json)")
+
+
+class RunConfig(_Section):
+    run_id: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")
+    run_dir: Path | None = Field(None, description="default runs/RUN_ID")
+    seed: int = 0
+    model: ModelConfig
+    rollout: RolloutConfig = RolloutConfig()
+    batch: BatchConfig = BatchConfig()
+    staleness: StalenessConfig = StalenessConfig()
+    reward: RewardConfig = RewardConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    push: PushConfig = PushConfig()
+    stop: StopConfig = StopConfig()
+    store: StoreConfig = StoreConfig()
+    service: ServiceConfig = ServiceConfig()
+    stop_deadline_s: float = Field(60.0, gt=0, description="SIGTERM waits this long for the step in flight and a last checkpoint")
+    shuffle: bool = Field(True, description="dataset rows in a seeded order, another one each epoch; false: as they came")
+    data: Path | None = Field(None, description="a dataset file submitted, and closed, at start")
+
+    @property
+    def directory(self) -> Path:
+        return (self.run_dir or Path("runs") / self.run_id).absolute()
+
+    @property
+    def store_directory(self) -> Path:
+        return self.store.directory or Path(f"/dev/shm/headrace-{os.getuid()}-{self.run_id}")
+
+    @property
+    def row_tokens(self) -> int:
+        """The longest row there can be."""
+        return self.rollout.context_length
+
+    @model_validator(mode="after")
+    def _whole(self) -> RunConfig:
+        if self.rollout.min_group > self.rollout.n:
+            raise ValueError(f"rollout.min_group ({self.rollout.min_group}) exceeds rollout.n ({self.rollout.n})")
+        if self.rollout.sampling.max_new_tokens >= self.rollout.context_length:
+            raise ValueError("rollout.sampling.max_new_tokens must be smaller than rollout.context_length, or no prompt fits")
+        if self.batch.micro_batch_tokens < self.row_tokens:
+            raise ValueError(
+                f"batch.micro_batch_tokens ({self.batch.micro_batch_tokens}) is below rollout.context_length ({self.row_tokens}): "
+                "the longest row would not fit; raise the one or lower the other"
+            )
+        if self.trainer.schedule != "constant" and self.stop.batches is None:
+            raise ValueError(f"trainer.schedule {self.trainer.schedule} decays towards stop.batches, which is not set")
+        return self
+
+
+def load_config(path: str | os.PathLike[str], overrides: list[str] | None = None) -> RunConfig:
+    """Read and check a configuration. `overrides` are `dotted.key=YAML value`. Raises ConfigError with the remedy."""
+    file = Path(path)
+    if not file.is_file():
+        raise ConfigError(f"there is no configuration file {file}")
+    try:
+        raw = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} is not YAML: {error}") from error
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{file} must hold a mapping with at least run_id and model.path")
+    for override in overrides or []:
+        _set(raw, override)
+    return parse_config(raw, base=file.parent)
+
+
+def parse_config(raw: dict[str, Any], base: Path) -> RunConfig:
+    try:
+        config = RunConfig.model_validate(raw)
+    except ValidationError as error:
+        raise ConfigError(_explain(error)) from None
+    return _check_files(config, base)
+
+
+def _set(raw: dict[str, Any], override: str) -> None:
+    dotted, separator, text = override.partition("=")
+    if not separator or not dotted:
+        raise ConfigError(f"--set {override!r}: write it as key.key=value")
+    node = raw
+    *parents, leaf = dotted.split(".")
+    for parent in parents:
+        child = node.setdefault(parent, {})
+        if not isinstance(child, dict):
+            raise ConfigError(f"--set {override!r}: {parent} is not a section")
+        node = child
+    node[leaf] = yaml.safe_load(text)
+
+
+def _check_files(config: RunConfig, base: Path) -> RunConfig:
+    """Make paths absolute and say now, not in a child process minutes later, what is missing."""
+    model_path = (base / config.model.path).resolve()
+    for name in ("config.json", "tokenizer.json"):
+        if not (model_path / name).is_file():
+            what = f"has no {name}" if model_path.is_dir() else "does not exist"
+            raise ConfigError(f"model.path {model_path} {what}; it must be a Hugging Face checkpoint directory (nothing is downloaded)")
+    max_positions = json.loads((model_path / "config.json").read_text()).get("max_position_embeddings")
+    if max_positions and config.rollout.context_length > max_positions:
+        raise ConfigError(
+            f"rollout.context_length ({config.rollout.context_length}) exceeds the model's max_position_embeddings ({max_positions})"
+        )
+    scorers = {}
+    for task_type, scorer in config.reward.scorers.items():
+        if scorer.function and ".py:" in scorer.function:
+            file, _, attribute = scorer.function.rpartition(":")
+            resolved = (base / file).resolve()
+            if not resolved.is_file():
+                raise ConfigError(f"reward.scorers.{task_type}.function: there is no file {resolved}")
+            scorer = scorer.model_copy(update={"function": f"{resolved}:{attribute}"})
+        scorers[task_type] = scorer
+    data = (base / config.data).resolve() if config.data else None
+    if data and not data.is_file():
+        raise ConfigError(f"data: there is no file {data}")
+    roots = [(base / root).resolve() for root in config.service.data_roots]
+    return config.model_copy(
+        update={
+            "model": ModelConfig(path=model_path),
+            "reward": config.reward.model_copy(update={"scorers": scorers}),
+            "data": data,
+            "service": config.service.model_copy(update={"data_roots": roots}),
+        }
+    )
+
+
+def _explain(error: ValidationError) -> str:
+    lines = []
+    for item in error.errors():
+        where = ".".join(str(part) for part in item["loc"]) or "the configuration"
+        if item["type"] == "extra_forbidden":
+            names = _names_at(item["loc"][:-1])
+            near = difflib.get_close_matches(str(item["loc"][-1]), names, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]!r}?" if near else f"known keys here: {', '.join(sorted(names))}"
+            lines.append(f"unknown key {where!r}: {hint}")
+        elif item["type"] == "missing":
+            lines.append(f"{where} is required")
+        else:
+            lines.append(f"{where}: {item['msg'].removeprefix('Value error, ')}")
+    return "; ".join(lines)
+
+
+def _names_at(location: tuple[Any, ...]) -> list[str]:
+    """The field names of the section at a location; through mappings (scorers) by their value type."""
+    section: Any = RunConfig
+    for part in location:
+        field = section.model_fields.get(part) if hasattr(section, "model_fields") else None
+        if field is None:
+            section = ScorerConfig if section is RewardConfig or part else section
+            continue
+        section = field.annotation if hasattr(field.annotation, "model_fields") else section
+    return list(getattr(section, "model_fields", {}))

@@ -1,0 +1,117 @@
+"""What the loops of one run share: its configuration, ledger, store, feed, and the one way to change state.
+
+`Core.apply(event)` changes the ledger, queues its writes, and rings every loop's bell, so that no loop polls. A loop clears its bell,
+looks, and only then waits: nothing is awaited between the look and the wait, so no ring is lost (H10). `Core.waiting` records why a
+side waits, since when, in words: `/why` reads it (L1).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from driver.config import RunConfig
+from driver.feed import Feed
+from driver.ledger import Event, Ledger
+from driver.ledger_db import LedgerDB
+from store import Store
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Why a side waits: a sentence, and since when (monotonic seconds)."""
+
+    reason: str
+    since: float
+
+
+@dataclass
+class Busy:
+    """Seconds a side has worked, and whether it works now."""
+
+    total_s: float = 0.0
+    _since: float | None = None
+
+    @contextlib.contextmanager
+    def working(self) -> Iterator[None]:
+        self._since = time.monotonic()
+        try:
+            yield
+        finally:
+            self.total_s += time.monotonic() - self._since
+            self._since = None
+
+    def seconds(self) -> float:
+        return self.total_s + (time.monotonic() - self._since if self._since is not None else 0.0)
+
+
+class Bell:
+    """Rung on every change of state; each loop has its own."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+
+    def ring(self) -> None:
+        self._event.set()
+
+    def clear(self) -> None:
+        self._event.clear()
+
+    async def wait(self, at_most_s: float) -> None:
+        """Until rung, or until a loop should look at the clock again."""
+        # Not wait_for: before Python 3.12 it can swallow a cancellation that comes together with the event.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(at_most_s):
+                await self._event.wait()
+
+
+@dataclass
+class Core:
+    config: RunConfig
+    ledger: Ledger
+    db: LedgerDB
+    feed: Feed
+    store: Store
+    bells: list[Bell] = field(default_factory=list)
+    waits: dict[str, Wait] = field(default_factory=dict)
+    paused: bool = False
+    draining: str | None = None  # why no new sample is registered any more
+    ending: str | None = None  # why the run ends after the batch in training
+    stopping: bool = False  # the process ends; everything is kept for the next start
+    started: float = field(default_factory=time.monotonic)
+
+    def bell(self) -> Bell:
+        bell = Bell()
+        self.bells.append(bell)
+        return bell
+
+    def ring(self) -> None:
+        for bell in self.bells:
+            bell.ring()
+
+    def apply(self, event: Event) -> None:
+        """Change the state by one event and queue what it writes. LedgerError when the ledger can no longer be written."""
+        if self.db.failure:
+            self.db.write(())  # raises with the reason, before the state moves away from the disk
+        self.db.write(self.ledger.apply(event))
+        self.ring()
+
+    def waiting(self, side: str, reason: str | None) -> None:
+        """Side `side` waits for this reason (kept with the time it began), or no longer."""
+        if reason is None:
+            self.waits.pop(side, None)
+        elif side not in self.waits or self.waits[side].reason != reason:
+            self.waits[side] = Wait(reason, time.monotonic())
+
+    @property
+    def run_id(self) -> str:
+        return self.config.run_id
+
+    @property
+    def sample_bytes(self) -> int:
+        """Worst case of one sample in the store: every trajectory at full length, its two objects with their headers."""
+        per_row = self.config.row_tokens * (4 + 1 + 4) + 4096 * 2
+        return self.config.rollout.n * per_row

@@ -1,0 +1,442 @@
+"""The rollout side of a run: what is sent next, and each trajectory on its way from running to ready.
+
+    dataset row ──register (A4, watermark)──▶ n trajectories ──▶ engine ──tokens──▶ leaves ──▶ store ──▶ reward ──▶ ready
+                                                  ▲   lost with its engine: on from its last token  │
+                                                  └────────────────────────────────────────────────┘
+
+Order of dispatch: what is running already (after a restart), then siblings of the oldest sample, then a new sample. The watermark and
+A4 gate new samples only. One task a trajectory, owned by `run`; a task's own exception ends the run visibly.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from driver.batcher import admissible
+from driver.core import Core
+from driver.datasets import DataRow
+from driver.ledger import (
+    DISCARDED,
+    RUNNING,
+    Leaf,
+    Sample,
+    SampleDiscarded,
+    SampleRegistered,
+    Trajectory,
+    TrajectoryDiscarded,
+    TrajectoryReady,
+    TrajectoryRetried,
+)
+from driver.push import Pusher
+from driver.scoring import ScoreFailed, Scoring
+from driver.watermark import Decision, Watermark
+from reward.wire import Job
+from rollout.answer import EngineError, Generation, Prefix, joined
+from rollout.pool import EnginePool
+from rollout.tokens import TokenizerView
+from rollout.tree import Trajectory as Tree
+from rollout.tree import row_columns
+from rollout.workflow import Task, single_turn
+from store import Ref
+
+log = logging.getLogger("headrace.dispatch")
+ENGINE_WAIT_S = 600.0
+
+
+class GivenUp(Exception):
+    """This trajectory ends here; the text is its reason."""
+
+
+class Dispatch:
+    def __init__(
+        self,
+        core: Core,
+        pool: EnginePool,
+        pusher: Pusher,
+        scoring: Scoring,
+        tokenizer: TokenizerView,
+        watermark: Watermark,
+        *,
+        on_discarded: Callable[[Sample, Trajectory], None],
+    ) -> None:
+        self._core = core
+        self._pool = pool
+        self._pusher = pusher
+        self._scoring = scoring
+        self._tokenizer = tokenizer
+        self._watermark = watermark
+        self._on_discarded = on_discarded
+        self._bell = core.bell()
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._queue: deque[tuple[Sample, Trajectory]] = deque()  # registered, not yet sent
+        self._rows: dict[int, DataRow] = {}  # of live samples
+        self.decision: Decision | None = None
+        self.generating = 0
+        self.tokens_sampled = 0
+        self.tokens_resampled = 0
+        self._store_seen_at = time.monotonic()
+        self._store_stats = core.store.stats()
+        self.progress: dict[str, int] = {}  # tokens so far, by trajectory in flight
+
+    # ---- the loop ------------------------------------------------------------------------------------------------------
+
+    @property
+    def in_flight(self) -> int:
+        """Sent and not yet ready: queued at an engine, generating, or scoring."""
+        return len(self._tasks)
+
+    @property
+    def queued(self) -> int:
+        return len(self._queue)
+
+    async def run(self) -> None:
+        """Consumes dataset rows; waits for room on the engines, for A4, for the watermark; unblocked by any change. Ends never: its
+        owner cancels it. An exception of a trajectory's task is raised here."""
+        for sample in self._core.ledger.live():
+            self._queue.extend((sample, t) for t in sample.in_state(RUNNING))
+        async with asyncio.TaskGroup() as group:
+            while True:
+                self._bell.clear()
+                while (following := self._next()) is not None:
+                    sample, trajectory = following
+                    self._tasks[trajectory.traj_uid] = group.create_task(self._trajectory(sample, trajectory), name=trajectory.traj_uid)
+                    self.generating += 1
+                await self._bell.wait(1.0)
+
+    def cancel_all(self) -> None:
+        """Stop what is in flight (SIGTERM, end of run). What it was stays recorded as running."""
+        for task in self._tasks.values():
+            task.cancel()
+
+    def _room(self) -> int:
+        """Requests the open engines would take now, less the tasks that are about to ask for one."""
+        capacity = sum(slot.capacity for slot in self._pool.slots.values() if slot.state == "open")
+        return capacity - self.generating
+
+    def _next(self) -> tuple[Sample, Trajectory] | None:
+        """What to send now, or None with the reason recorded."""
+        core = self._core
+        if core.paused or core.ending or core.stopping:
+            core.waiting("rollout", "the run is paused" if core.paused else f"the run ends: {core.ending or 'stopped'}")
+            return None
+        if self._room() <= 0:
+            full = bool(self._pool.slots) and any(slot.state == "open" for slot in self._pool.slots.values())
+            core.waiting("rollout", None if full else self._pool.why())
+            return None
+        while self._queue:
+            sample, trajectory = self._queue.popleft()
+            if trajectory.state == RUNNING:
+                core.waiting("rollout", None)
+                return sample, trajectory
+        return self._register()
+
+    def _register(self) -> tuple[Sample, Trajectory] | None:
+        """Register the next dataset row if every gate lets it; its first trajectory is returned, its siblings are queued."""
+        core, ledger, config = self._core, self._core.ledger, self._core.config
+        reason = self._closed_gate()
+        if reason is not None:
+            core.waiting("rollout", reason)
+            return None
+        place = core.feed.next_place(ledger.cursor)
+        assert place is not None
+        event = SampleRegistered(
+            uid=ledger.next_uid,
+            segment=place.segment,
+            row_index=place.row_index,
+            pass_index=place.pass_index,
+            position=place.position,
+            version_tag=ledger.serving_version,
+            deadline_batch=ledger.serving_version + config.staleness.bound,
+            n=config.rollout.n,
+            time=time.time(),
+        )
+        core.apply(event)
+        core.waiting("rollout", None)
+        sample = ledger.samples[event.uid]
+        self._queue.extend((sample, t) for t in sample.trajectories[1:])
+        return sample, sample.trajectories[0]
+
+    def _closed_gate(self) -> str | None:
+        """Why no new sample may be registered now; None when one may."""
+        core, ledger, config = self._core, self._core.ledger, self._core.config
+        if core.draining is not None:
+            return f"no new samples: {core.draining}"
+        if core.feed.next_place(ledger.cursor) is None:
+            if not core.feed.datasets():
+                return "no dataset was submitted yet (headrace submit FILE)"
+            if core.feed.closed:
+                return "all rows were sent"
+            return "all rows were sent and the dataset is open: append rows or close it"
+        live = sum(ledger.live_by_deadline.values())
+        wanted = None if config.stop.batches is None else config.stop.batches * config.batch.samples
+        if wanted is not None and ledger.samples_taken + live >= wanted:
+            return f"the last of {config.stop.batches} batches has all its samples"
+        deadline = ledger.serving_version + config.staleness.bound
+        if deadline < ledger.next_batch:
+            bound = config.staleness.bound
+            return f"the engines serve version {ledger.serving_version}, too old for batch {ledger.next_batch} with bound {bound}"
+        room = admissible(ledger.live_by_deadline, deadline, ledger.next_batch, config.batch.samples)
+        reserved_bytes = ledger.counts.by_state[RUNNING] * core.sample_bytes // config.rollout.n
+        self.decision = self._watermark.decide(
+            kv_slots=sum(min(config.rollout.max_running_requests, s.capacity) for s in self._pool.slots.values() if s.state == "open"),
+            in_flight=self.in_flight + self.queued,
+            ready=ledger.counts.by_state["ready"],
+            admissible_samples=room,
+            n=config.rollout.n,
+            store_free_bytes=self._store_free_bytes(reserved_bytes),
+            sample_bytes=core.sample_bytes,
+        )
+        if self.in_flight + self.queued + config.rollout.n > self.decision.watermark:
+            d = self.decision
+            if d.binding == "staleness":
+                batches = f"batches {ledger.next_batch} to {deadline}"
+                return f"staleness bound {config.staleness.bound}: {live} live samples are all that {batches} can take"
+            return f"watermark {d.watermark} reached with {self.in_flight + self.queued} in flight; {d.binding} binds"
+        return None
+
+    def _store_free_bytes(self, reserved_bytes: int) -> int:
+        """Room for rows of samples not yet registered (B2). The store is asked at most five times a second."""
+        now = time.monotonic()
+        if now - self._store_seen_at > 0.2:
+            self._store_seen_at = now
+            self._store_stats = self._core.store.stats()
+        stats = self._store_stats
+        return stats.capacity_bytes - stats.used_bytes - reserved_bytes
+
+    # ---- one trajectory ------------------------------------------------------------------------------------------------
+
+    async def _trajectory(self, sample: Sample, trajectory: Trajectory) -> None:
+        """From running to ready or discarded. Never raises for what an engine, a prompt or a scorer did."""
+        began = time.monotonic()
+        generating = True
+
+        def generated() -> None:
+            nonlocal generating
+            if generating:
+                generating = False
+                self.generating -= 1
+                self._core.ring()
+
+        try:
+            await self._to_ready(sample, trajectory, generated)
+            self._watermark.observe_trajectory(time.monotonic() - began)
+        except GivenUp as reason:
+            if trajectory.state == RUNNING:
+                self._core.apply(TrajectoryDiscarded(traj_uid=trajectory.traj_uid, reason=str(reason), time=time.time()))
+                self._on_discarded(sample, trajectory)
+        finally:
+            generated()
+            self.progress.pop(trajectory.traj_uid, None)
+            del self._tasks[trajectory.traj_uid]
+            self._settle(sample)
+            self._core.ring()
+
+    async def _to_ready(self, sample: Sample, trajectory: Trajectory, generated: Callable[[], None]) -> None:
+        core = self._core
+        row = self._row(sample)
+        while True:
+            attempt = trajectory.infrastructure_attempts + trajectory.data_attempts
+            try:
+                tree = await self._run_workflow(row, trajectory)
+                generated()
+                leaves = await self._score(row, trajectory, tree, attempt)
+                break
+            except ScoreFailed as error:
+                self._retry(trajectory, "data" if error.data else "infrastructure", str(error))
+        reward = sum(leaf.score for leaf in leaves) / len(leaves)
+        if trajectory.state != RUNNING:  # its sample was discarded meanwhile
+            core.store.free([Ref.from_wire(ref) for leaf in leaves for ref in (leaf.rollout, leaf.reward)])
+            return
+        core.apply(
+            TrajectoryReady(
+                traj_uid=trajectory.traj_uid,
+                leaves=tuple(leaves),
+                reward=reward,
+                finish_reason=tree.turns[-1].finish_reason or "stop",
+                time=time.time(),
+            )
+        )
+        self.tokens_sampled += sum(leaf.response_tokens for leaf in leaves)
+
+    def _retry(self, trajectory: Trajectory, kind: str, reason: str) -> None:
+        """Count one more try of this kind, or give the trajectory up when its budget is used."""
+        budget = self._core.config.rollout.data_retries if kind == "data" else self._core.config.rollout.infrastructure_retries
+        used = trajectory.data_attempts if kind == "data" else trajectory.infrastructure_attempts
+        if trajectory.state != RUNNING:
+            raise GivenUp("its sample was discarded")
+        if used >= budget:
+            raise GivenUp(f"{kind}: {reason}")
+        self._core.apply(TrajectoryRetried(traj_uid=trajectory.traj_uid, kind=kind, reason=reason))
+
+    async def _run_workflow(self, row: DataRow, trajectory: Trajectory) -> Tree:
+        try:
+            asked = row.messages if row.prompt is None else row.prompt
+            assert asked is not None
+            prompt = self._tokenizer.prompt_ids(asked, apply_chat_template=self._core.config.rollout.apply_chat_template)
+        except ValueError as error:
+            raise GivenUp(f"data: the prompt can not be tokenized: {error}") from error
+        limit = self._core.config.rollout.context_length - 1
+        if len(prompt) + 1 > limit:
+            raise GivenUp(f"data: the prompt has {len(prompt)} tokens; rollout.context_length leaves room for {limit - 1}")
+        turns = 0
+
+        async def generate(input_ids: Sequence[int]) -> Generation:
+            nonlocal turns
+            turns += 1
+            return await self._generate(trajectory, turns - 1, list(input_ids))
+
+        return await single_turn(Task(tuple(prompt), row.fields), generate)
+
+    def _sampling(self, trajectory: Trajectory, turn: int, prompt_tokens: int) -> dict[str, Any]:
+        config = self._core.config.rollout
+        room = config.context_length - 1 - prompt_tokens
+        sampling: dict[str, Any] = {
+            "temperature": config.sampling.temperature,
+            "max_new_tokens": min(config.sampling.max_new_tokens, room),
+            "stream_interval": config.stream_interval,
+        }
+        if config.sampling.stop_token_ids:
+            sampling["stop_token_ids"] = list(config.sampling.stop_token_ids)
+        if config.deterministic:
+            name = f"{self._core.run_id}/{self._core.config.seed}/{trajectory.traj_uid}/{turn}"
+            sampling["sampling_seed"] = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest()) >> 1
+        return sampling
+
+    async def _generate(self, trajectory: Trajectory, turn: int, prompt_ids: list[int]) -> Generation:
+        """One turn, on however many engines it takes: what was received is kept, and the next engine goes on from there."""
+        config = self._core.config.rollout
+        sampling = self._sampling(trajectory, turn, len(prompt_ids))
+        budget = sampling["max_new_tokens"]
+        stops = {*self._tokenizer.eos_ids, *config.sampling.stop_token_ids}
+        kept = Prefix()
+        avoid: tuple[str, ...] = ()
+        for part in range(1_000_000):
+            if kept.output_ids and (kept.output_ids[-1] in stops or len(kept.output_ids) >= budget):
+                return _complete(kept, stops, len(prompt_ids))
+            tried = trajectory.infrastructure_attempts
+            rid = f"{self._core.run_id}.{self._core.ledger.epoch}.{trajectory.traj_uid}.{turn:04d}.{tried:06d}.{part:06d}"
+            request = {**sampling, "max_new_tokens": budget - len(kept.output_ids)}
+            try:
+                async with self._pool.acquire(ENGINE_WAIT_S, f"trajectory {trajectory.traj_uid}", avoid=avoid) as lease:
+                    slot = lease.slot
+                    try:
+                        answer = await lease.client.generate(
+                            [*prompt_ids, *kept.output_ids],
+                            request,
+                            rid,
+                            stall_s=config.stall_s,
+                            clock=slot.clock,
+                            on_tokens=self._count(trajectory, len(kept.output_ids)),
+                        )
+                    except EngineError as error:
+                        received = await self._pusher.trusted(slot, error.prefix)
+                        kept = _extend(kept, received)
+                        avoid = (slot.engine_id,)
+                        if error.kind != "infrastructure":
+                            raise GivenUp(f"{error.kind}: {error}") from error
+                        self._retry(trajectory, "infrastructure", str(error))
+                        continue
+                received = await self._pusher.trusted(slot, answer)
+                if len(received.output_ids) == len(answer.output_ids) and answer.finish_reason != "abort":
+                    return joined(kept, answer)
+                # Aborted by the engine, or made by weights that failed their check: go on from what is good.
+                self.tokens_resampled += len(answer.output_ids) - len(received.output_ids)
+                kept = _extend(kept, received)
+                if not received.output_ids:
+                    self._retry(trajectory, "infrastructure", f"{slot.engine_id} ended the request without a token")
+            except TimeoutError as error:
+                self._retry(trajectory, "infrastructure", str(error))
+        raise AssertionError("unreachable")
+
+    def _count(self, trajectory: Trajectory, before: int) -> Callable[[list[int], list[float], str], None]:
+        self.progress[trajectory.traj_uid] = before
+
+        def on_tokens(ids: list[int], log_probs: list[float], version: str) -> None:
+            self.progress[trajectory.traj_uid] += len(ids)
+
+        return on_tokens
+
+    # ---- rows and scores -----------------------------------------------------------------------------------------------
+
+    async def _score(self, row: DataRow, trajectory: Trajectory, tree: Tree, attempt: int) -> list[Leaf]:
+        """Put each leaf's rollout columns, score it, put its reward columns. On failure the rows are freed again."""
+        core, config = self._core, self._core.config
+        leaves = tree.leaves()
+        refs: list[Ref] = []
+        try:
+            pending: list[tuple[str, Ref, int, int, Awaitable[Any]]] = []
+            for number, leaf in enumerate(leaves):
+                row_id = f"{trajectory.traj_uid}a{attempt:04d}l{number:04d}"
+                columns = row_columns(leaf, config.rollout.sampling.temperature)
+                ref = core.store.put(f"{core.run_id}/{row_id}/rollout", columns)
+                refs.append(ref)
+                *before, last = leaf.turns
+                job = Job(
+                    leaf_id=row_id,
+                    task_type=row.task_type,
+                    prompt=self._tokenizer.decode([token for turn in before for token in turn.token_ids]),
+                    response=self._tokenizer.decode(last.token_ids),
+                    answer=row.answer,
+                    fields=row.fields,
+                    finish_reason=leaf.finish_reason or "stop",
+                )
+                length, response_tokens = len(columns["input_ids"]), int(columns["response_mask"].sum())
+                pending.append((row_id, ref, length, response_tokens, self._scoring.score(job)))
+            out = []
+            for row_id, ref, length, response_tokens, waiting in pending:
+                result = await waiting
+                reward_ref = core.store.put(f"{core.run_id}/{row_id}/reward", reward_columns(result.score, result.is_correct))
+                refs.append(reward_ref)
+                out.append(Leaf(row_id, ref.to_wire(), reward_ref.to_wire(), length, response_tokens, result.score, result.is_correct))
+            return out
+        except BaseException:
+            core.store.free(refs)
+            raise
+
+    def _row(self, sample: Sample) -> DataRow:
+        if sample.uid not in self._rows:
+            self._rows[sample.uid] = self._core.feed.row(sample.segment, sample.row_index)
+        return self._rows[sample.uid]
+
+    def _settle(self, sample: Sample) -> None:
+        """When no trajectory of a sample is running any more: keep it as ready, or discard it whole if too few are ready (M6)."""
+        if sample.waiting:
+            return
+        self._rows.pop(sample.uid, None)
+        ready = sample.in_state("ready")
+        if sample.batch_id is None and ready and len(ready) < self._core.config.rollout.min_group:
+            self._core.store.free([Ref.from_wire(ref) for t in ready for leaf in t.leaves for ref in (leaf.rollout, leaf.reward)])
+            missing = next((t.reason for t in sample.trajectories if t.outcome == DISCARDED), "its siblings were discarded")
+            self._core.apply(SampleDiscarded(uid=sample.uid, reason=f"group too small: {missing}", time=time.time()))
+            for trajectory in ready:
+                self._on_discarded(sample, trajectory)
+
+
+def reward_columns(score: float, is_correct: bool | None) -> dict[str, Any]:
+    """The reward hop of one row."""
+    return {"score": np.float32(score).reshape(()), "is_correct": np.uint8(255 if is_correct is None else int(is_correct)).reshape(())}
+
+
+def _extend(kept: Prefix, more: Prefix) -> Prefix:
+    """`more` was generated after `kept`."""
+    whole = joined(kept, Generation(more.output_ids, more.log_probs, more.spans))
+    return Prefix(whole.output_ids, whole.log_probs, whole.spans)
+
+
+def _complete(kept: Prefix, stops: set[int], prompt_tokens: int) -> Generation:
+    """The engine was lost after the last token and before it said so: the answer is whole."""
+    return Generation(
+        kept.output_ids,
+        kept.log_probs,
+        kept.spans,
+        finish_reason="stop" if kept.output_ids[-1] in stops else "length",
+        prompt_tokens=prompt_tokens,
+    )

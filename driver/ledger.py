@@ -1,0 +1,528 @@
+"""The state of a run and the only way it changes: `Ledger.apply(event) -> writes`.
+
+Promise: `registered = running + ready + consumed + finished` after every event (A1); a trajectory ends exactly once, as trained,
+evaluated or discarded with a reason (A2). An event that is not legal in the present state raises `IllegalEvent` and changes nothing.
+
+Mechanism: the live part (unfinished samples, uncommitted batches, counters) is kept here in plain objects; each event answers with
+the rows to upsert, which `ledger_db` commits in groups. No clock, no I/O: times and ids come inside the events.
+
+    running ──TrajectoryReady──▶ ready ──BatchAssembled──▶ consumed ──BatchCommitted──▶ finished(trained)
+       │                           │                          │
+       └──TrajectoryDiscarded──────┴──SampleDiscarded         └──BatchUnmade──▶ ready or running (rows lost)
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+RUNNING, READY, CONSUMED, FINISHED = "running", "ready", "consumed", "finished"
+TRAINED, EVALUATED, DISCARDED = "trained", "evaluated", "discarded"
+ASSEMBLED, APPLIED, COMMITTED = "assembled", "applied", "committed"
+
+
+class IllegalEvent(RuntimeError):
+    """An event that does not fit the state: a fault of ours, never of the user."""
+
+
+class Leaf(msgspec.Struct, frozen=True):
+    """One row: where its columns are and the numbers the plan needs. Refs are `Ref.to_wire()`."""
+
+    row_id: str
+    rollout: dict[str, Any]
+    reward: dict[str, Any]
+    length: int
+    response_tokens: int
+    score: float
+    is_correct: bool | None = None
+
+
+class SampleRegistered(msgspec.Struct, frozen=True, kw_only=True):
+    uid: int
+    segment: int
+    row_index: int
+    pass_index: int
+    position: int
+    version_tag: int
+    deadline_batch: int
+    n: int
+    time: float
+
+
+class TrajectoryReady(msgspec.Struct, frozen=True, kw_only=True):
+    """Generated and scored. `leaves` in tree order; `reward` is the trajectory's own (it counts once in the baseline)."""
+
+    traj_uid: str
+    leaves: tuple[Leaf, ...]
+    reward: float
+    finish_reason: str
+    time: float
+
+
+class TrajectoryRetried(msgspec.Struct, frozen=True, kw_only=True):
+    """Lost with its engine, or failed by itself and within budget: still running, same tag."""
+
+    traj_uid: str
+    kind: str  # infrastructure | data
+    reason: str
+
+
+class TrajectoryDiscarded(msgspec.Struct, frozen=True, kw_only=True):
+    traj_uid: str
+    reason: str
+    time: float
+
+
+class SampleDiscarded(msgspec.Struct, frozen=True, kw_only=True):
+    """Every trajectory of the sample that is running or ready ends here."""
+
+    uid: int
+    reason: str
+    time: float
+
+
+class RowsLost(msgspec.Struct, frozen=True, kw_only=True):
+    """A ready trajectory whose rows are gone (host restart): generated again under its old tag."""
+
+    traj_uid: str
+    reason: str
+
+
+class BatchAssembled(msgspec.Struct, frozen=True, kw_only=True):
+    batch_id: int
+    uids: tuple[int, ...]
+    plan: bytes
+    time: float
+
+
+class BatchApplied(msgspec.Struct, frozen=True, kw_only=True):
+    batch_id: int
+    epoch: int
+    skipped: str | None
+    report: bytes
+    time: float
+
+
+class BatchUnmade(msgspec.Struct, frozen=True, kw_only=True):
+    """A batch that can not be replayed, because rows of it are gone: its samples go back. Only the newest batch can be unmade."""
+
+    batch_id: int
+    lost: frozenset[str]
+
+
+class VersionCommitted(msgspec.Struct, frozen=True, kw_only=True):
+    """A durable checkpoint holds this version: all batches below it are finished."""
+
+    version: int
+    checkpoint: str
+    time: float
+
+
+class EpochBegan(msgspec.Struct, frozen=True, kw_only=True):
+    """The trainer came back at an older version: weights of later versions are new ones, under a new epoch."""
+
+    epoch: int
+    version: int
+
+
+class VersionServed(msgspec.Struct, frozen=True, kw_only=True):
+    version: int
+
+
+class RunEnded(msgspec.Struct, frozen=True, kw_only=True):
+    how: str
+
+
+Event = (
+    SampleRegistered
+    | TrajectoryReady
+    | TrajectoryRetried
+    | TrajectoryDiscarded
+    | SampleDiscarded
+    | RowsLost
+    | BatchAssembled
+    | BatchApplied
+    | BatchUnmade
+    | VersionCommitted
+    | EpochBegan
+    | VersionServed
+    | RunEnded
+)
+
+
+@dataclass(frozen=True)
+class Upsert:
+    """One row to write: table, then column values (the primary key among them)."""
+
+    table: str
+    values: dict[str, Any]
+
+
+@dataclass
+class Trajectory:
+    traj_uid: str
+    uid: int
+    index: int
+    state: str = RUNNING
+    outcome: str | None = None
+    reason: str | None = None
+    infrastructure_attempts: int = 0
+    data_attempts: int = 0
+    leaves: tuple[Leaf, ...] = ()
+    reward: float | None = None
+    finish_reason: str | None = None
+    started_at: float = 0.0
+    ready_at: float | None = None
+
+
+@dataclass
+class Sample:
+    uid: int
+    segment: int
+    row_index: int
+    pass_index: int
+    version_tag: int
+    deadline_batch: int
+    trajectories: list[Trajectory]
+    batch_id: int | None = None
+
+    @property
+    def waiting(self) -> bool:
+        return any(t.state == RUNNING for t in self.trajectories)
+
+    def in_state(self, state: str) -> list[Trajectory]:
+        return [t for t in self.trajectories if t.state == state]
+
+
+@dataclass
+class Batch:
+    batch_id: int
+    state: str
+    uids: tuple[int, ...]
+    plan: bytes
+    skipped: str | None = None
+
+
+@dataclass
+class Counts:
+    """Over all trajectories ever registered."""
+
+    registered: int = 0
+    by_state: collections.Counter[str] = field(default_factory=collections.Counter)
+    by_outcome: collections.Counter[str] = field(default_factory=collections.Counter)
+    by_reason: collections.Counter[str] = field(default_factory=collections.Counter)
+
+    def balanced(self) -> bool:
+        return self.registered == sum(self.by_state.values()) and self.by_state[FINISHED] == sum(self.by_outcome.values())
+
+
+def traj_uid_of(uid: int, index: int) -> str:
+    """Fixed width, so that no id is a prefix of another (an engine aborts by prefix)."""
+    return f"s{uid:016d}t{index:04d}"
+
+
+class Ledger:
+    def __init__(self) -> None:
+        self.samples: dict[int, Sample] = {}  # live and consumed, in order of registration
+        self.batches: dict[int, Batch] = {}  # not committed, in order
+        self.counts = Counts()
+        self.live_by_deadline: collections.Counter[int] = collections.Counter()
+        self.staleness: collections.Counter[int] = collections.Counter()  # of samples taken, by batch_id - version_tag
+        self.next_uid = 0
+        self.next_batch = 0
+        self.trained_version = 0
+        self.committed_version = 0
+        self.serving_version = 0
+        self.epoch = 0
+        self.cursor: tuple[int, int, int] = (0, 0, 0)  # pass, segment, position: the next row to register
+        self.checkpoint: str | None = None
+        self.ended: str | None = None
+        self.samples_taken = 0
+
+    # ---- reading -----------------------------------------------------------------------------------------------------
+
+    def live(self) -> Iterator[Sample]:
+        """Registered, neither taken nor discarded; oldest first."""
+        return (s for s in self.samples.values() if s.batch_id is None)
+
+    def trajectory(self, traj_uid: str) -> Trajectory | None:
+        uid, separator, index = traj_uid.removeprefix("s").partition("t")
+        if not (separator and uid.isdecimal() and index.isdecimal()):
+            return None
+        sample = self.samples.get(int(uid))
+        return sample.trajectories[int(index)] if sample and int(index) < len(sample.trajectories) else None
+
+    def settled(self, uid: int) -> bool:
+        """No trajectory of the sample is running any more."""
+        return not self.samples[uid].waiting
+
+    # ---- changing ----------------------------------------------------------------------------------------------------
+
+    def apply(self, event: Event) -> list[Upsert]:
+        """Change the state by one event; returns what must be written. IllegalEvent leaves everything as it was."""
+        writes: list[Upsert] = getattr(self, "_on_" + type(event).__name__)(event)
+        assert self.counts.balanced(), f"A1 broken by {event}"
+        return writes
+
+    def _on_SampleRegistered(self, e: SampleRegistered) -> list[Upsert]:
+        if e.uid != self.next_uid:
+            raise IllegalEvent(f"sample {e.uid} registered, expected {self.next_uid}")
+        if e.deadline_batch < self.next_batch:
+            raise IllegalEvent(f"sample {e.uid} would be born after its deadline")
+        self.next_uid += 1
+        sample = Sample(e.uid, e.segment, e.row_index, e.pass_index, e.version_tag, e.deadline_batch, [])
+        for index in range(e.n):
+            sample.trajectories.append(Trajectory(traj_uid_of(e.uid, index), e.uid, index, started_at=e.time))
+        self.samples[e.uid] = sample
+        self.live_by_deadline[e.deadline_batch] += 1
+        self.counts.registered += e.n
+        self.counts.by_state[RUNNING] += e.n
+        self.cursor = (e.pass_index, e.segment, e.position + 1)
+        return [
+            self._sample_row(sample),
+            *[self._trajectory_row(t) for t in sample.trajectories],
+            self._meta("cursor", list(self.cursor)),
+            self._meta("next_uid", self.next_uid),
+        ]
+
+    def _on_TrajectoryReady(self, e: TrajectoryReady) -> list[Upsert]:
+        trajectory = self._in_state(e.traj_uid, RUNNING)
+        if not e.leaves:
+            raise IllegalEvent(f"{e.traj_uid} is ready without a row")
+        self._move(trajectory, READY)
+        trajectory.leaves, trajectory.reward, trajectory.finish_reason, trajectory.ready_at = e.leaves, e.reward, e.finish_reason, e.time
+        return [self._trajectory_row(trajectory)]
+
+    def _on_TrajectoryRetried(self, e: TrajectoryRetried) -> list[Upsert]:
+        trajectory = self._in_state(e.traj_uid, RUNNING)
+        if e.kind == "data":
+            trajectory.data_attempts += 1
+        else:
+            trajectory.infrastructure_attempts += 1
+        trajectory.reason = e.reason
+        return [self._trajectory_row(trajectory)]
+
+    def _on_TrajectoryDiscarded(self, e: TrajectoryDiscarded) -> list[Upsert]:
+        trajectory = self._in_state(e.traj_uid, RUNNING, READY)
+        self._finish(trajectory, DISCARDED, e.reason)
+        return [self._trajectory_row(trajectory), *self._forget_if_over(self.samples[trajectory.uid])]
+
+    def _on_SampleDiscarded(self, e: SampleDiscarded) -> list[Upsert]:
+        sample = self.samples.get(e.uid)
+        if sample is None or sample.batch_id is not None:
+            raise IllegalEvent(f"sample {e.uid} is not live")
+        writes = []
+        for trajectory in sample.trajectories:
+            if trajectory.state in (RUNNING, READY):
+                self._finish(trajectory, DISCARDED, e.reason)
+                writes.append(self._trajectory_row(trajectory))
+        return writes + self._forget_if_over(sample)
+
+    def _on_RowsLost(self, e: RowsLost) -> list[Upsert]:
+        trajectory = self._in_state(e.traj_uid, READY)
+        self._move(trajectory, RUNNING)
+        self._reset(trajectory, e.reason)
+        return [self._trajectory_row(trajectory)]
+
+    def _on_BatchAssembled(self, e: BatchAssembled) -> list[Upsert]:
+        if e.batch_id != self.next_batch:
+            raise IllegalEvent(f"batch {e.batch_id} assembled, expected {self.next_batch}")
+        samples = []
+        for uid in e.uids:
+            sample = self.samples.get(uid)
+            if sample is None or sample.batch_id is not None or sample.waiting or not sample.in_state(READY):
+                raise IllegalEvent(f"sample {uid} can not be taken by batch {e.batch_id}")
+            if sample.deadline_batch < e.batch_id:
+                raise IllegalEvent(f"A3: sample {uid} with deadline {sample.deadline_batch} in batch {e.batch_id}")
+            samples.append(sample)
+        writes: list[Upsert] = []
+        for sample in samples:
+            sample.batch_id = e.batch_id
+            self._leave_live(sample)
+            self.staleness[e.batch_id - sample.version_tag] += 1
+            writes.append(self._sample_row(sample))
+            for trajectory in sample.in_state(READY):
+                self._move(trajectory, CONSUMED)
+                writes.append(self._trajectory_row(trajectory))
+        self.batches[e.batch_id] = Batch(e.batch_id, ASSEMBLED, e.uids, e.plan)
+        self.next_batch += 1
+        self.samples_taken += len(samples)
+        return [*writes, self._batch_row(self.batches[e.batch_id], e.time)]
+
+    def _on_BatchApplied(self, e: BatchApplied) -> list[Upsert]:
+        batch = self.batches.get(e.batch_id)
+        if batch is None or e.batch_id != self.trained_version or e.epoch != self.epoch:
+            raise IllegalEvent(f"batch {e.batch_id} (epoch {e.epoch}) applied on version {self.trained_version} (epoch {self.epoch})")
+        batch.state, batch.skipped = APPLIED, e.skipped
+        self.trained_version = e.batch_id + 1
+        row = self._batch_row(batch, e.time)
+        row.values["report"] = e.report
+        return [row, self._meta("trained_version", self.trained_version)]
+
+    def _on_BatchUnmade(self, e: BatchUnmade) -> list[Upsert]:
+        batch = self.batches.get(e.batch_id)
+        if batch is None or e.batch_id != self.next_batch - 1 or e.batch_id < self.trained_version:
+            raise IllegalEvent(f"batch {e.batch_id} can not be unmade")
+        writes: list[Upsert] = []
+        for uid in batch.uids:
+            sample = self.samples[uid]
+            self.staleness[e.batch_id - sample.version_tag] -= 1
+            sample.batch_id = None
+            self.live_by_deadline[sample.deadline_batch] += 1
+            for trajectory in sample.in_state(CONSUMED):
+                if trajectory.traj_uid in e.lost:
+                    self._move(trajectory, RUNNING)
+                    self._reset(trajectory, "rows lost")
+                else:
+                    self._move(trajectory, READY)
+                writes.append(self._trajectory_row(trajectory))
+            writes.append(self._sample_row(sample))
+        del self.batches[e.batch_id]
+        self.next_batch -= 1
+        self.samples_taken -= len(batch.uids)
+        return [*writes, Upsert("batches", {"batch_id": e.batch_id, "state": "unmade"})]
+
+    def _on_VersionCommitted(self, e: VersionCommitted) -> list[Upsert]:
+        if e.version > self.trained_version or e.version < self.committed_version:
+            raise IllegalEvent(f"version {e.version} committed; trained {self.trained_version}, committed {self.committed_version}")
+        self.committed_version, self.checkpoint = e.version, e.checkpoint
+        writes = [self._meta("committed_version", e.version), self._meta("checkpoint", e.checkpoint)]
+        for batch_id in [b for b in self.batches if b < e.version]:
+            batch = self.batches.pop(batch_id)
+            batch.state = COMMITTED
+            writes.append(self._batch_row(batch, e.time))
+            for uid in batch.uids:
+                sample = self.samples[uid]
+                for trajectory in sample.in_state(CONSUMED):
+                    if batch.skipped:
+                        self._finish(trajectory, DISCARDED, f"step skipped: {batch.skipped}")
+                    else:
+                        self._finish(trajectory, TRAINED, None)
+                    writes.append(self._trajectory_row(trajectory))
+                writes += self._forget_if_over(sample)
+        return writes
+
+    def _on_EpochBegan(self, e: EpochBegan) -> list[Upsert]:
+        if e.epoch != self.epoch + 1 or e.version > self.trained_version or e.version < self.committed_version:
+            raise IllegalEvent(f"epoch {e.epoch} at version {e.version}; now epoch {self.epoch}, version {self.trained_version}")
+        self.epoch, self.trained_version = e.epoch, e.version
+        self.serving_version = min(self.serving_version, e.version)
+        for batch in self.batches.values():
+            if batch.batch_id >= e.version:
+                batch.state = ASSEMBLED
+        return [
+            self._meta("epoch", e.epoch),
+            self._meta("trained_version", e.version),
+            self._meta("serving_version", self.serving_version),
+            *[self._batch_row(b, None) for b in self.batches.values()],
+        ]
+
+    def _on_VersionServed(self, e: VersionServed) -> list[Upsert]:
+        if e.version > self.trained_version:
+            raise IllegalEvent(f"version {e.version} served, trained is {self.trained_version}")
+        self.serving_version = e.version
+        return [self._meta("serving_version", e.version)]
+
+    def _on_RunEnded(self, e: RunEnded) -> list[Upsert]:
+        self.ended = e.how
+        return [self._meta("ended", e.how)]
+
+    # ---- small parts -------------------------------------------------------------------------------------------------
+
+    def _in_state(self, traj_uid: str, *states: str) -> Trajectory:
+        trajectory = self.trajectory(traj_uid)
+        if trajectory is None or trajectory.state not in states:
+            raise IllegalEvent(f"{traj_uid} is {trajectory.state if trajectory else 'unknown or finished'}, not {' or '.join(states)}")
+        return trajectory
+
+    def _move(self, trajectory: Trajectory, state: str) -> None:
+        self.counts.by_state[trajectory.state] -= 1
+        self.counts.by_state[state] += 1
+        trajectory.state = state
+
+    def _finish(self, trajectory: Trajectory, outcome: str, reason: str | None) -> None:
+        self._move(trajectory, FINISHED)
+        trajectory.outcome, trajectory.reason = outcome, reason
+        self.counts.by_outcome[outcome] += 1
+        if reason:
+            self.counts.by_reason[reason.partition(":")[0]] += 1
+
+    def _reset(self, trajectory: Trajectory, reason: str) -> None:
+        trajectory.leaves, trajectory.reward, trajectory.ready_at = (), None, None
+        trajectory.infrastructure_attempts += 1
+        trajectory.reason = reason
+
+    def _leave_live(self, sample: Sample) -> None:
+        self.live_by_deadline[sample.deadline_batch] -= 1
+        if not self.live_by_deadline[sample.deadline_batch]:
+            del self.live_by_deadline[sample.deadline_batch]
+
+    def _forget_if_over(self, sample: Sample) -> list[Upsert]:
+        """A sample whose trajectories are all finished leaves the live view; its rows stay in the database."""
+        if any(t.state != FINISHED for t in sample.trajectories):
+            return []
+        if sample.batch_id is None:
+            self._leave_live(sample)
+        del self.samples[sample.uid]
+        row = self._sample_row(sample)
+        row.values["over"] = 1
+        return [row]
+
+    @staticmethod
+    def _meta(name: str, value: Any) -> Upsert:
+        return Upsert("meta", {"name": name, "value": msgspec.json.encode(value)})
+
+    @staticmethod
+    def _sample_row(s: Sample) -> Upsert:
+        return Upsert(
+            "samples",
+            {
+                "uid": s.uid,
+                "segment": s.segment,
+                "row_index": s.row_index,
+                "pass_index": s.pass_index,
+                "version_tag": s.version_tag,
+                "deadline_batch": s.deadline_batch,
+                "batch_id": s.batch_id,
+                "over": 0,
+            },
+        )
+
+    @staticmethod
+    def _trajectory_row(t: Trajectory) -> Upsert:
+        return Upsert(
+            "trajectories",
+            {
+                "uid": t.uid,
+                "idx": t.index,
+                "state": t.state,
+                "outcome": t.outcome,
+                "reason": t.reason,
+                "infrastructure_attempts": t.infrastructure_attempts,
+                "data_attempts": t.data_attempts,
+                "leaves": msgspec.json.encode(t.leaves) if t.leaves else None,
+                "reward": t.reward,
+                "finish_reason": t.finish_reason,
+                "started_at": t.started_at,
+                "ready_at": t.ready_at,
+            },
+        )
+
+    @staticmethod
+    def _batch_row(b: Batch, time: float | None) -> Upsert:
+        values: dict[str, Any] = {
+            "batch_id": b.batch_id,
+            "state": b.state,
+            "uids": msgspec.json.encode(b.uids),
+            "plan": b.plan,
+            "skipped": b.skipped,
+        }
+        if b.state == COMMITTED:
+            values["plan"] = None  # its rows are freed: nothing left to replay
+        if time is not None:
+            values[f"{b.state}_at"] = time
+        return Upsert("batches", values)

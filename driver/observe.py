@@ -1,0 +1,256 @@
+"""What a run shows: status, staleness, queues, engines, trajectories, why. Plain dicts, read from the live view and the ledger's database.
+
+Nothing here changes state, and nothing scans all trajectories: totals are kept by the ledger, lists are paged by key.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from driver.ledger import Trajectory, traj_uid_of
+
+if TYPE_CHECKING:
+    from driver.run import Run
+
+PAGE_ROWS = 100
+
+
+def status(run: Run) -> dict[str, Any]:
+    """One page for a person: where the run is."""
+    ledger, config = run.core.ledger, run.core.config
+    last = run.recent[-1] if run.recent else {}
+    return {
+        "run_id": config.run_id,
+        "state": run.state,
+        "failure": run.failure,
+        "run_dir": str(config.directory),
+        "uptime_s": round(time.monotonic() - run.core.started, 3),
+        "epoch": ledger.epoch,
+        "batches": ledger.next_batch,
+        "batches_wanted": config.stop.batches,
+        "trained_version": ledger.trained_version,
+        "committed_version": ledger.committed_version,
+        "serving_version": ledger.serving_version,
+        "publish_lag": ledger.trained_version - ledger.serving_version,
+        "checkpoint": ledger.checkpoint,
+        "reward_mean": last.get("reward_mean"),
+        "in_flight": run.dispatch.in_flight,
+        "watermark": run.dispatch.decision.watermark if run.dispatch.decision else None,
+        "watermark_binding": run.dispatch.decision.binding if run.dispatch.decision else None,
+        "engine_busy": run.busy_shares.get("engines"),
+        "trainer_busy": run.busy_shares.get("trainer"),
+        "trajectories": counts(run),
+        "staleness_max": max((s for s, c in ledger.staleness.items() if c), default=0),
+        "staleness_bound": config.staleness.bound,
+        "logprob_gap_max": run.gap_max,
+        "datasets": [msgspec.to_builtins(d) for d in run.core.feed.datasets()],
+        "why": why(run)["waits"],
+    }
+
+
+def counts(run: Run) -> dict[str, Any]:
+    c = run.core.ledger.counts
+    return {
+        "registered": c.registered,
+        **{state: c.by_state[state] for state in ("running", "ready", "consumed", "finished")},
+        **{outcome: c.by_outcome[outcome] for outcome in ("trained", "evaluated", "discarded")},
+        "reasons": {reason: count for reason, count in c.by_reason.most_common(20)},
+    }
+
+
+def staleness(run: Run) -> dict[str, Any]:
+    """The histogram of what was taken into batches, and the live samples that are nearest to their deadline."""
+    ledger, config = run.core.ledger, run.core.config
+    histogram = {str(s): c for s, c in sorted(ledger.staleness.items()) if c}
+    taken = sum(ledger.staleness.values())
+    mean = sum(s * c for s, c in ledger.staleness.items()) / taken if taken else None
+    now = time.time()
+    worst = sorted(ledger.live(), key=lambda s: (s.deadline_batch, s.uid))[:10]
+    return {
+        "bound": config.staleness.bound,
+        "histogram": histogram,
+        "mean": mean,
+        "max": max((s for s, c in ledger.staleness.items() if c), default=None),
+        "next_batch": ledger.next_batch,
+        "trained_version": ledger.trained_version,
+        "serving_version": ledger.serving_version,
+        "publish_lag": ledger.trained_version - ledger.serving_version,
+        "live_by_deadline": {str(d): c for d, c in sorted(ledger.live_by_deadline.items())},
+        "worst_in_flight": [
+            {
+                "uid": s.uid,
+                "version_tag": s.version_tag,
+                "deadline_batch": s.deadline_batch,
+                "staleness_if_next": ledger.next_batch - s.version_tag,
+                "running": [t.traj_uid for t in s.in_state("running")],
+                "age_s": round(now - s.trajectories[0].started_at, 3),
+            }
+            for s in worst
+        ],
+    }
+
+
+def queues(run: Run) -> dict[str, Any]:
+    """The depth of every queue, in trajectories unless the name says otherwise."""
+    ledger, stats = run.core.ledger, run.store_stats()
+    oldest = next(ledger.live(), None)
+    decision = run.dispatch.decision
+    return {
+        "not_sent": run.dispatch.queued,
+        "generating": run.dispatch.generating,
+        "scoring": run.scoring.in_flight,
+        "in_flight": run.dispatch.in_flight,
+        "ready": ledger.counts.by_state["ready"],
+        "ready_samples": sum(1 for s in ledger.live() if not s.waiting),
+        "live_samples": sum(ledger.live_by_deadline.values()),
+        "consumed": ledger.counts.by_state["consumed"],
+        "batches_uncommitted": len(ledger.batches),
+        "pushes_pending": int(run.push_pending),
+        "engine_requests": {slot.engine_id: slot.open_requests for slot in run.pool.slots.values()},
+        "store": {"objects": stats.objects, "used_bytes": stats.used_bytes, "capacity_bytes": stats.capacity_bytes},
+        "watermark": {
+            "target": decision.watermark if decision else None,
+            "binding": decision.binding if decision else None,
+            "caps": vars(decision.caps) if decision else None,
+        },
+        "oldest_open": None
+        if oldest is None
+        else {
+            "uid": oldest.uid,
+            "version_tag": oldest.version_tag,
+            "age_s": round(time.time() - oldest.trajectories[0].started_at, 3),
+            "held_by": [t.traj_uid for t in oldest.in_state("running")],
+        },
+    }
+
+
+def engines(run: Run) -> list[dict[str, Any]]:
+    return [
+        {
+            "engine_id": slot.engine_id,
+            "url": slot.url,
+            "incarnation": slot.incarnation,
+            "state": slot.state,
+            "reason": slot.reason,
+            "version": None if slot.verified is None else str(slot.verified),
+            "open_requests": slot.open_requests,
+            "capacity": slot.capacity,
+            "served_requests": slot.served_requests,
+            "busy_s": round(slot.busy_s(), 3),
+        }
+        for slot in run.pool.slots.values()
+    ]
+
+
+def why(run: Run) -> dict[str, Any]:
+    """For each side that waits, the constraint that binds, since when, in a sentence."""
+    now = time.monotonic()
+    waits = {side: {"reason": wait.reason, "seconds": round(now - wait.since, 3)} for side, wait in run.core.waits.items()}
+    return {"run_id": run.core.run_id, "state": run.state, "waits": waits, "sentence": sentence(run)}
+
+
+def sentence(run: Run) -> str:
+    """Why the slower side waits, in one sentence."""
+    if run.failure:
+        return f"The run has stopped: {run.failure}"
+    now = time.monotonic()
+    waits = run.core.waits
+    side = max((s for s in ("trainer", "rollout", "reward", "push") if s in waits), key=lambda s: now - waits[s].since, default=None)
+    if side is None:
+        return "Nothing waits: engines and trainer are both at work."
+    return f"{side} idle {now - waits[side].since:.1f} s: {waits[side].reason}"
+
+
+# ---- trajectories ----------------------------------------------------------------------------------------------------------
+
+_COLUMNS = (
+    "t.uid, t.idx, t.state, t.outcome, t.reason, t.reward, t.infrastructure_attempts, t.data_attempts, t.started_at, t.ready_at, "
+    "s.version_tag, s.deadline_batch, s.batch_id, s.segment, s.row_index, t.finish_reason"
+)
+
+
+def trajectories(run: Run, state: str | None, after: str | None, limit: int) -> dict[str, Any]:
+    """A page of trajectories in order of registration, from the committed ledger; `next` is the `after` of the next page."""
+    at = (-1, -1) if after is None else _parse(after)
+    if at is None:
+        raise ValueError(f"{after!r} is not a trajectory id; they look like {traj_uid_of(12, 3)}")
+    where = "(t.uid, t.idx) > (?, ?)" + (" AND t.state = ?" if state else "")
+    parameters: tuple[Any, ...] = (*at, state, limit) if state else (*at, limit)
+    rows = run.core.db.query(
+        f"SELECT {_COLUMNS} FROM trajectories t JOIN samples s ON s.uid = t.uid WHERE {where} ORDER BY t.uid, t.idx LIMIT ?", parameters
+    )
+    items = [_row(run, row) for row in rows]
+    return {"items": items, "next": items[-1]["traj_uid"] if len(items) == limit else None}
+
+
+def trajectory(run: Run, traj_uid: str) -> dict[str, Any] | None:
+    """One trajectory with its lineage; text and tokens from the archive once it is finished."""
+    at = _parse(traj_uid)
+    if at is None:
+        return None
+    rows = run.core.db.query(f"SELECT {_COLUMNS} FROM trajectories t JOIN samples s ON s.uid = t.uid WHERE t.uid = ? AND t.idx = ?", at)
+    if not rows:
+        return None
+    found = _row(run, rows[0])
+    found["dataset_row"] = msgspec.to_builtins(run.core.feed.row(found["segment"], found["row_index"]))
+    live: Trajectory | None = run.core.ledger.trajectory(traj_uid)
+    if live is not None and live.state == "running":
+        found["tokens_so_far"] = run.dispatch.progress.get(traj_uid, 0)
+    if live is not None and live.leaves:
+        found["leaves"] = msgspec.to_builtins(live.leaves)
+        found["response"] = run.texts(live)
+    archived = run.archive.find(traj_uid)
+    if archived is not None:
+        found["archive"] = msgspec.to_builtins(archived)
+    return found
+
+
+def _parse(traj_uid: str) -> tuple[int, int] | None:
+    uid, separator, index = traj_uid.removeprefix("s").partition("t")
+    if not (traj_uid.startswith("s") and separator and uid.isdecimal() and index.isdecimal() and len(uid) <= 18 and len(index) <= 9):
+        return None
+    return int(uid), int(index)
+
+
+def _row(run: Run, row: tuple[Any, ...]) -> dict[str, Any]:
+    (
+        uid,
+        idx,
+        state,
+        outcome,
+        reason,
+        reward,
+        infrastructure,
+        data,
+        started,
+        ready,
+        tag,
+        deadline,
+        batch_id,
+        segment,
+        row_index,
+        finish,
+    ) = row
+    return {
+        "traj_uid": traj_uid_of(uid, idx),
+        "uid": uid,
+        "run_id": run.core.run_id,
+        "state": state,
+        "outcome": outcome,
+        "reason": reason,
+        "reward": reward,
+        "finish_reason": finish,
+        "version_tag": tag,
+        "deadline_batch": deadline,
+        "batch_id": batch_id,
+        "staleness": None if batch_id is None else batch_id - tag,
+        "attempts": 1 + infrastructure + data,
+        "dataset_id": run.core.feed.dataset_of(segment),
+        "segment": segment,
+        "row_index": row_index,
+        "started_at": started,
+        "ready_at": ready,
+    }

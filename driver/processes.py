@@ -1,0 +1,183 @@
+"""The processes of a run: which there are, how each is started, and what its coming and going means to the loops.
+
+Engines, the reward service and the trainer's warm parent are started and watched by the launcher; here its events become: an engine
+registers with the pool (and gets the newest weights before its first request), the reward service is attached, the trainer is brought
+to the ledger's version. A process that can not start at all fails the run with its own last words.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from driver.launcher import Died, Hung, LocalLauncher, LocalProcess, ProcessEvent, Quarantined, Ready, StartFailed
+from driver.life import ProcessSpec
+from reward.client import RewardClient
+from reward.spec import RewardSpec, ScorerSpec
+from rollout.client import EngineClient
+from trainer.spec import LossSpec, OptimizerSpec, TrainerSpec
+
+if TYPE_CHECKING:
+    from driver.run import Run
+
+log = logging.getLogger("headrace.processes")
+START_DEADLINE_S = 180.0
+STOP_DEADLINE_S = 10.0
+HEARTBEAT_S = 2.0
+MISSES = 8  # on a busy laptop an HTTP thread may be starved for seconds; a process that hangs is replaced after 16 s
+
+
+class Processes:
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._core = run.core
+        self._config = run.config
+        self._directory = run.config.directory / "processes"
+        self._launcher: LocalLauncher | None = None
+        self._first: dict[str, LocalProcess] = {}
+
+    async def run(self) -> None:
+        """Starts everything; then only the launcher's own failure, or a role that nothing can do without, ends it (by raising)."""
+        self._directory.mkdir(parents=True, exist_ok=True)
+        self._lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._launcher = LocalLauncher(self._on_event)
+        specs = [self._trainer(), self._reward(), *(self._engine(i) for i in range(self._config.rollout.engines))]
+        processes = [await self._launcher.start(spec) for spec in specs]
+        async with asyncio.TaskGroup() as group:
+            for process in processes:
+                group.create_task(process.wait_ready(START_DEADLINE_S))
+        await asyncio.wait([asyncio.ensure_future(self._launcher.watch()), self._lost], return_when=asyncio.FIRST_COMPLETED)
+        if self._lost.done():
+            self._lost.result()
+
+    async def stop(self) -> None:
+        if self._launcher is not None:
+            await self._launcher.stop(STOP_DEADLINE_S)
+
+    async def replace(self, name: str, reason: str) -> None:
+        """End this incarnation; the launcher starts the next one."""
+        assert self._launcher is not None
+        self._launcher.processes[name].kill(reason)
+
+    @property
+    def facts(self) -> list[dict[str, object]]:
+        """For REST: every process with its state."""
+        if self._launcher is None:
+            return []
+        return [
+            {"role": p.spec.role, "index": p.spec.index, "state": p.state, "incarnation": p.incarnation, "pid": p.pid, "url": p.url}
+            for p in self._launcher.processes.values()
+        ]
+
+    # ---- what their coming and going means -----------------------------------------------------------------------------
+
+    def _on_event(self, event: ProcessEvent) -> None:
+        name = f"{event.role}-{event.index}"
+        if isinstance(event, Ready):
+            log.info("%s (incarnation %d) is ready at %s", name, event.incarnation, event.url)
+            if event.role == "engine":
+                client = EngineClient(event.url, self._run.http, vocab_size=self._run.tokenizer.vocab_size)
+                self._run.pool.register(name, client, event.incarnation, self._config.rollout.max_open_requests)
+            elif event.role == "reward":
+                self._run.scoring.attach(RewardClient(event.url, self._run.http))
+            else:
+                self._run.training.attach(event.url, None)
+        elif isinstance(event, Died | Hung | Quarantined):
+            log.warning("%s (incarnation %d): %s", name, event.incarnation, event.reason)
+            self._gone(event, name)
+        self._core.ring()
+
+    def _gone(self, event: Died | Hung | Quarantined, name: str) -> None:
+        if event.role == "engine":
+            slot = self._run.pool.slots.get(name)
+            if slot is not None and slot.incarnation == event.incarnation:
+                self._run.pool.gone(slot, event.reason)
+        elif event.role == "reward":
+            self._run.scoring.detach(event.reason)
+        else:
+            self._run.training.detach(event.reason)
+        if isinstance(event, Quarantined) and event.role != "engine" and not self._lost.done():
+            self._lost.set_exception(StartFailed(event.reason))
+
+    # ---- how each is started ---------------------------------------------------------------------------------------------
+
+    def _spec(self, role: str, index: int, build: object) -> ProcessSpec:
+        return ProcessSpec(
+            role=role,
+            index=index,
+            build=build,  # type: ignore[arg-type]
+            log_path=self._run.log_directory / f"{role}-{index}.log",
+            heartbeat_s=HEARTBEAT_S,
+            misses=MISSES,
+            start_deadline_s=START_DEADLINE_S,
+            env={"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
+        )
+
+    def _module(self, module: str, *flags: str) -> list[str]:
+        return [sys.executable, "-P", "-m", module, *flags]
+
+    def _engine(self, index: int) -> ProcessSpec:
+        rollout = self._config.rollout
+
+        def build(incarnation: int, port: int) -> list[str]:
+            flags = {
+                "--model-path": self._config.model.path,
+                "--host": "127.0.0.1",
+                "--port": port,
+                "--max-running-requests": rollout.max_running_requests,
+                "--context-length": rollout.context_length,
+                "--stream-interval": rollout.stream_interval,
+                "--random-seed": self._config.seed * 1000 + index,
+                "--threads": rollout.threads,
+            }
+            switches = ["--deterministic"] if rollout.deterministic else []
+            return self._module("rollout.engine", *(str(part) for flag in flags.items() for part in flag), *switches, *rollout.engine_args)
+
+        return self._spec("engine", index, build)
+
+    def _reward(self) -> ProcessSpec:
+        reward = self._config.reward
+
+        def build(incarnation: int, port: int) -> list[str]:
+            spec = RewardSpec(
+                port=port,
+                workers=reward.workers,
+                plugin_dir=Path.cwd(),
+                scorers={task: ScorerSpec(**scorer.model_dump()) for task, scorer in reward.scorers.items()},
+                incarnation=incarnation,
+            )
+            return self._module("reward.main", "--spec", self._write("reward-0", spec.model_dump_json()))
+
+        return self._spec("reward", 0, build)
+
+    def _trainer(self) -> ProcessSpec:
+        config, trainer = self._config, self._config.trainer
+
+        def build(incarnation: int, port: int) -> list[str]:
+            spec = TrainerSpec(
+                run_id=config.run_id,
+                run_dir=config.directory,
+                store_location=self._run.store.location,
+                model_path=config.model.path,
+                port=port,
+                incarnation=incarnation * 1000,  # the warm parent counts its groups from here
+                dp=trainer.dp,
+                seed=config.seed,
+                loss=LossSpec(clip_low=trainer.loss.clip_low, clip_high=trainer.loss.clip_high),
+                optimizer=OptimizerSpec(
+                    betas=trainer.betas, eps=trainer.eps, weight_decay=trainer.weight_decay, grad_clip=trainer.grad_clip
+                ),
+                micro_batch_tokens=config.batch.micro_batch_tokens,
+                threads_per_rank=trainer.threads_per_rank,
+            )
+            return self._module("trainer.main", "--spec", self._write("trainer-0", spec.model_dump_json()))
+
+        return self._spec("trainer", 0, build)
+
+    def _write(self, name: str, text: str) -> str:
+        path = self._directory / f"{name}.json"
+        path.write_text(text)
+        return str(path)

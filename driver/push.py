@@ -1,0 +1,180 @@
+"""Weights to engines: one push is one transaction per engine (L3), and all engines of a run go in parallel.
+
+    gate shut → pause(retract) → release KV → begin → buckets → end → checksums agree → version → resume KV → continue
+      → log-probs of a fixed sequence match the trainer's → gate open
+
+The driver remembers what it has paused, released and opened on this incarnation and makes only calls that are legal in that state (an
+illegal one kills a real server). A failure is retried once from wherever it stopped; then the engine is quarantined: its gate stays
+shut and its process is replaced. A version is shown for an engine only after that engine has reported it and passed the checks (A5).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from rollout.answer import EngineError, Prefix
+from rollout.client import EngineClient, ref_payload
+from rollout.pool import EnginePool, EngineSlot
+from rollout.version import Version
+
+log = logging.getLogger("headrace.push")
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """An immutable copy of version `version` in the store, outside the trainer's processes."""
+
+    run_id: str
+    epoch: int
+    version: int
+    buckets: tuple[dict[str, Any], ...]
+    checksums: dict[str, str]  # HF tensor name -> sha256 of its bytes
+    canary_ids: tuple[int, ...]
+    canary_log_probs: tuple[float, ...]
+
+    def label(self, incarnation: int) -> Version:
+        """What the engine is told to call these weights; a respawned engine no longer says it."""
+        return Version(self.run_id, self.epoch, self.version, incarnation)
+
+
+class PushRefused(RuntimeError):
+    """The engine answered, and what it holds is not the snapshot."""
+
+
+@dataclass
+class _Progress:
+    """What this push has done to this incarnation, so that a retry makes only legal calls."""
+
+    paused: bool = False
+    released: bool = False
+    session: bool = False
+    labelled: bool = False
+
+
+@dataclass(frozen=True)
+class Outcome:
+    engine_id: str
+    verified: bool
+    seconds: float
+    logprob_gap: float | None
+    reason: str | None = None
+
+
+class Pusher:
+    """Pushes, and remembers which weights were verified where: tokens of other weights are provisional (L3)."""
+
+    def __init__(
+        self, pool: EnginePool, *, deadline_s: float, logprob_tolerance: float, replace: Callable[[EngineSlot, str], Awaitable[None]]
+    ) -> None:
+        self._pool = pool
+        self._deadline_s = deadline_s
+        self._tolerance = logprob_tolerance
+        self._replace = replace
+        self._verified: set[tuple[str, str]] = set()  # (engine_id, version text)
+        self._pushing: dict[str, asyncio.Future[None]] = {}
+        self.gap_max = 0.0
+        self.seconds = 0.0
+
+    async def push_all(self, snapshot: Snapshot) -> list[Outcome]:
+        """Push to every engine that does not serve this version yet, in parallel. An engine's fault is an outcome, not an exception."""
+        slots = [slot for slot in self._pool.slots.values() if slot.verified != snapshot.label(slot.incarnation)]
+        return list(await asyncio.gather(*(self.push(slot, snapshot) for slot in slots if slot.state != "quarantined")))
+
+    async def push(self, slot: EngineSlot, snapshot: Snapshot) -> Outcome:
+        """One engine, one retry, then quarantine. Restartable from any point with the same end."""
+        began = time.monotonic()
+        progress = _Progress()
+        reason = "unknown"
+        decided: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._pushing[slot.engine_id] = decided
+        try:
+            for attempt in (1, 2):
+                try:
+                    async with asyncio.timeout(self._deadline_s):
+                        gap = await self._transaction(slot, snapshot, progress)
+                    self.gap_max = max(gap, self.gap_max)
+                    self.seconds = time.monotonic() - began
+                    return Outcome(slot.engine_id, True, self.seconds, gap)
+                except (EngineError, PushRefused, TimeoutError) as error:
+                    reason = str(error) or f"not done within {self._deadline_s:.0f} s"
+                    log.warning("push of version %d to %s failed (attempt %d): %s", snapshot.version, slot.engine_id, attempt, reason)
+                    if slot.state == "gone":
+                        break
+            if slot.state != "gone":
+                self._pool.quarantine(slot, f"push of version {snapshot.version} failed: {reason}")
+                await self._replace(slot, f"push of version {snapshot.version} failed: {reason}")
+            return Outcome(slot.engine_id, False, time.monotonic() - began, None, reason)
+        finally:
+            if self._pushing.get(slot.engine_id) is decided:
+                del self._pushing[slot.engine_id]
+            decided.set_result(None)
+
+    async def trusted(self, slot: EngineSlot, answer: Prefix) -> Prefix:
+        """The tokens of this answer that verified weights made: all of them, but for a push that did not pass its checks.
+
+        While the push that made some of them is still being checked, waits for its end (bounded by the push's own deadlines).
+        """
+        if not self._all_verified(slot, answer) and slot.engine_id in self._pushing:
+            await asyncio.shield(self._pushing[slot.engine_id])
+        kept = 0
+        for version, _, end in answer.spans:
+            if (slot.engine_id, version) not in self._verified:
+                break
+            kept = end
+        if kept == len(answer.output_ids):
+            return answer
+        spans = [(version, start, min(end, kept)) for version, start, end in answer.spans if start < kept]
+        return Prefix(answer.output_ids[:kept], answer.log_probs[:kept], spans)
+
+    def _all_verified(self, slot: EngineSlot, answer: Prefix) -> bool:
+        return all((slot.engine_id, version) in self._verified for version, _, _ in answer.spans)
+
+    async def _transaction(self, slot: EngineSlot, snapshot: Snapshot, done: _Progress) -> float:
+        client: EngineClient = slot.client
+        label = snapshot.label(slot.incarnation)
+        if slot.state != "shut":
+            self._pool.shut(slot, f"version {snapshot.version} is being pushed")
+        if not done.paused:
+            await client.pause("retract")
+            done.paused = True
+        if not done.released:
+            await client.release(["kv_cache"])
+            done.released = True
+        if done.session:  # a retry after a failure in mid-update: close what is open, start over
+            await client.end_update()
+            done.session = False
+        await client.begin_update()
+        done.session = True
+        for bucket in snapshot.buckets:
+            await client.update_from_tensor(ref_payload(bucket))
+        await client.end_update()
+        done.session = False
+        self._compare(snapshot, await client.checksums())
+        await client.set_version(str(label))
+        await client.resume(["kv_cache"])
+        done.released = False
+        await client.continue_generation()
+        done.paused = False
+        reported = (await client.model_info()).get("weight_version")
+        if reported != str(label):
+            raise PushRefused(f"the engine says its weights are {reported!r}, not {str(label)!r}")
+        log_probs = await client.score_sequence(list(snapshot.canary_ids))
+        gap = max((abs(a - b) for a, b in zip(log_probs, snapshot.canary_log_probs, strict=True)), default=0.0)
+        if not gap <= self._tolerance:
+            raise PushRefused(f"log-probs of the fixed sequence differ by {gap:.2e} (tolerance {self._tolerance:.0e})")
+        self._verified.add((slot.engine_id, str(label)))
+        self._pool.open(slot, label)
+        return gap
+
+    @staticmethod
+    def _compare(snapshot: Snapshot, reply: dict[str, Any]) -> None:
+        for rank in reply.get("ranks", [{}]):
+            held: dict[str, str] = rank.get("checksums", {})
+            wrong = sorted(name for name in snapshot.checksums.keys() | held.keys() if held.get(name) != snapshot.checksums.get(name))
+            if wrong:
+                raise PushRefused(f"{len(wrong)} of {len(held)} tensors are not the snapshot's, the first is {wrong[0]}")

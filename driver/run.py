@@ -1,0 +1,494 @@
+"""One run: its parts put together, started, watched, and ended in order.
+
+    dispatch ─▶ scoring ─▶ (ledger) ─▶ training ─▶ snapshot ─▶ push ─▶ dispatch
+        ▲ watermark, A4                 │ commit: archive, then free rows
+
+Start reads the ledger and reconciles it with what is really there (store keys, checkpoints), and says what it found. End, by rule or by
+SIGTERM, leaves the ledger, a checkpoint and the ready rows on disk, and nothing in memory. Each loop is one task; the first that ends
+with an exception ends the run visibly, with its reason in `failure` (H8).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import logging
+import time
+from typing import Any
+
+import orjson
+
+from driver.archive import Archive, FinishedTrajectory, MetricsLog, read_metrics
+from driver.config import RunConfig
+from driver.core import Core
+from driver.dispatch import Dispatch
+from driver.feed import Feed
+from driver.ledger import RowsLost, RunEnded, Sample, SampleDiscarded, Trajectory, VersionServed
+from driver.ledger_db import LedgerDB
+from driver.processes import Processes
+from driver.push import Pusher, Snapshot
+from driver.scoring import Scoring
+from driver.training import Training, rows_present
+from driver.watermark import Watermark
+from rollout.client import make_http
+from rollout.pool import EnginePool, EngineSlot
+from rollout.tokens import TokenizerView
+from store import EmbeddedStore, Gone, Ref, StoreStats
+from trainer.wire import TrainReport
+
+log = logging.getLogger("headrace.run")
+RECENT_BATCHES = 1000
+
+
+class Run:
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        config.directory.mkdir(parents=True, exist_ok=True)
+        self.log_directory = config.directory / "logs"
+        self.log_directory.mkdir(exist_ok=True)
+        db = LedgerDB(config.directory / "ledger.sqlite")
+        ledger = db.load()
+        store = EmbeddedStore(config.store_directory, config.store.capacity_bytes)
+        feed = Feed(db, seed=config.seed, shuffle=config.shuffle, passes=config.stop.epochs)
+        self.core = Core(config, ledger, db, feed, store)
+        self.store = store
+        self.archive = Archive(config.directory / "archive")
+        self.metrics = MetricsLog(config.directory)
+        self.http = make_http()
+        self.pool = EnginePool()
+        self.tokenizer = TokenizerView(config.model.path)
+        self.pusher = Pusher(
+            self.pool,
+            deadline_s=config.push.deadline_s,
+            logprob_tolerance=config.push.logprob_tolerance,
+            replace=self._replace_engine,
+        )
+        self.scoring = Scoring(self.core, wait_s=config.reward.batch_wait_s, deadline_s=config.reward.deadline_s)
+        watermark = Watermark(config.batch.samples * config.rollout.n)
+        self.watermark = watermark
+        self.dispatch = Dispatch(
+            self.core, self.pool, self.pusher, self.scoring, self.tokenizer, watermark, on_discarded=self._archive_discarded
+        )
+        self.training = Training(
+            self.core,
+            self.http,
+            canary_ids=canary_ids(self.tokenizer, config.rollout.context_length),
+            on_snapshot=self._on_snapshot,
+            on_applied=self._on_applied,
+            archive=self._archive_finished,
+        )
+        self.processes = Processes(self)
+        self.state = "starting"
+        self.failure: str | None = None
+        self.ready_to_serve = asyncio.Event()  # an engine is open: the first token can come
+        self.recent: collections.deque[dict[str, Any]] = collections.deque(
+            (m for m in read_metrics(config.directory) if m["batch_id"] < ledger.trained_version), maxlen=RECENT_BATCHES
+        )
+        self.busy_shares: dict[str, float] = {}
+        self.gap_max: float | None = max((m["logprob_gap_max"] for m in self.recent if m.get("logprob_gap_max") is not None), default=None)
+        self._elapsed_before_s: float = self.recent[-1]["time_s"] if self.recent else 0.0
+        self._newest: Snapshot | None = None  # what the engines should have
+        self._kept: Snapshot | None = None  # the newest that is on an engine: repair and late joiners
+        self._pushing: Snapshot | None = None
+        self._push_bell = self.core.bell()
+        self._busy_at = (time.monotonic(), 0.0, 0.0)
+        self._last_applied_at: float | None = None
+        self._stop = asyncio.Event()
+        self._store_gone = False
+
+    # ---- life ----------------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Until the run has ended by its rules, was stopped, or failed. The state says which; LedgerError and the like do not escape."""
+        self._reconcile()
+        training = asyncio.create_task(self.training.run(), name="training")
+        others = [
+            asyncio.create_task(coroutine, name=name)
+            for name, coroutine in (
+                ("processes", self.processes.run()),
+                ("scoring", self.scoring.run()),
+                ("dispatch", self.dispatch.run()),
+                ("push", self._push_loop()),
+                ("tick", self._tick_loop()),
+            )
+        ]
+        stop = asyncio.create_task(self._stop.wait(), name="stop")
+        self.state = "running"
+        try:
+            await asyncio.wait([training, *others, stop], return_when=asyncio.FIRST_COMPLETED)
+            self.failure = _first_failure([training, *others])
+            if self.failure is None and training.done():
+                self._end_by_rule()
+            elif self.failure is None and self._stop.is_set():
+                await self._stop_training(training)
+        finally:
+            stop.cancel()
+            for task in [*others, training]:
+                task.cancel()
+            await asyncio.gather(*others, training, stop, return_exceptions=True)
+            await self._wind_down()
+
+    def stop(self) -> None:
+        """SIGTERM: hold everything for the next start."""
+        self._stop.set()
+
+    async def _stop_training(self, training: asyncio.Task[None]) -> None:
+        """Let the step in flight end, then hold what was applied in a checkpoint. Bounded: what is not saved is replayed."""
+        self.core.stopping = True
+        self.core.ring()
+        try:
+            async with asyncio.timeout(self.config.stop_deadline_s):
+                await asyncio.wait([training])
+                await self.training.save_now()
+        except TimeoutError:
+            log.warning(
+                "stopped without a last checkpoint: it took longer than %.0f s; the batches since are replayed", self.config.stop_deadline_s
+            )
+
+    def _end_by_rule(self) -> None:
+        """All batches are committed; whatever is still live ends with the reason the run ended for."""
+        how = self.core.ending or ("all batches trained" if self.config.stop.batches else "input exhausted")
+        for sample in list(self.core.ledger.live()):
+            self._free(sample.in_state("ready"))
+            self.core.apply(SampleDiscarded(uid=sample.uid, reason=f"run ended: {how}", time=time.time()))
+        self.core.apply(RunEnded(how=how))
+
+    async def _wind_down(self) -> None:
+        """Processes end, what must survive goes to disk, the store goes. The ledger stays open for reading until `close`."""
+        core = self.core
+        await self.processes.stop()
+        self._free_snapshots()
+        try:
+            if not core.db.failure:
+                await core.db.durable()
+        finally:
+            self.archive.flush()
+            self.metrics.close()
+            if core.ledger.ended is None:
+                kept = self.store.park(self.config.directory / "parked")
+                log.info("%d objects are kept in %s for the next start", kept, self.config.directory / "parked")
+            self.store.remove()
+            self._store_gone = True
+            await self.http.aclose()
+        if self.failure:
+            self.state = "failed"
+            log.error("the run has stopped: %s", self.failure)
+        else:
+            self.state = "finished" if core.ledger.ended else "stopped"
+        core.waits.clear()
+
+    def close(self) -> None:
+        """Let go of the ledger."""
+        self.core.db.close()
+
+    def store_stats(self) -> StoreStats:
+        return StoreStats(0, 0, self.config.store.capacity_bytes) if self._store_gone else self.store.stats()
+
+    def _reconcile(self) -> None:
+        """Compare the ledger with the store, drop what nobody owns, and make again what is gone."""
+        core, ledger = self.core, self.core.ledger
+        restored = self.store.unpark(self.config.directory / "parked")
+        owned = set()
+        lost = 0
+        for sample in ledger.samples.values():
+            for trajectory in sample.trajectories:
+                if trajectory.state == "ready" and not rows_present(core, trajectory.leaves):
+                    core.apply(RowsLost(traj_uid=trajectory.traj_uid, reason="rows lost with the host's memory"))
+                    lost += 1
+                owned |= {ref["key"] for leaf in trajectory.leaves for ref in (leaf.rollout, leaf.reward)}
+        published = self.store.keys()
+        orphans = [self.store.ref(key) for key in published if key not in owned]
+        self.store.free(orphans)
+        if ledger.next_uid:
+            log.info(
+                "continuing at version %d (committed %d, epoch %d): %d samples live, %d batches to finish, "
+                "%d objects restored, %d trajectories without rows, %d orphans freed",
+                ledger.trained_version,
+                ledger.committed_version,
+                ledger.epoch,
+                sum(ledger.live_by_deadline.values()),
+                len(ledger.batches),
+                restored,
+                lost,
+                len(orphans),
+            )
+
+    # ---- commands ------------------------------------------------------------------------------------------------------
+
+    def pause(self) -> None:
+        self.core.paused = True
+        self._renamed("paused")
+
+    def resume(self) -> None:
+        self.core.paused = False
+        self._renamed("running")
+
+    def drain(self) -> None:
+        """No new samples; what is registered is finished and trained, then the run ends."""
+        self.core.draining = "draining on request"
+        self._renamed("draining")
+
+    def cancel(self) -> None:
+        """The batch in training is finished; everything else is discarded, with that reason."""
+        self.core.ending = "cancelled"
+        self.core.draining = "cancelled"
+        self._renamed("cancelling")
+
+    def _renamed(self, state: str) -> None:
+        if self.state not in ("finished", "failed", "stopped"):
+            self.state = state
+        self.core.ring()
+
+    # ---- weights -------------------------------------------------------------------------------------------------------
+
+    @property
+    def push_pending(self) -> bool:
+        return self._newest is not None and any(self._needs(slot) for slot in self.pool.slots.values())
+
+    def _needs(self, slot: EngineSlot) -> bool:
+        assert self._newest is not None
+        return slot.state in ("starting", "open", "shut") and slot.verified != self._newest.label(slot.incarnation)
+
+    def _on_snapshot(self, snapshot: Snapshot) -> None:
+        """A newer version supersedes one that was not pushed yet; pending pushes coalesce to the newest."""
+        superseded, self._newest = self._newest, snapshot
+        if superseded not in (None, self._kept, self._pushing):
+            assert superseded is not None
+            self._free_buckets(superseded)
+        self.core.ring()
+
+    async def _push_loop(self) -> None:
+        """Consumes snapshots; waits for a newer one, or an engine that lacks the newest; unblocked by any change."""
+        while True:
+            self._push_bell.clear()
+            if self._newest is None or not self.push_pending:
+                await self._push_bell.wait(1.0)
+                continue
+            snapshot = self._pushing = self._newest
+            outcomes = await self.pusher.push_all(snapshot)
+            self._pushing = None
+            for outcome in outcomes:
+                if outcome.logprob_gap is not None:
+                    self.gap_max = max(outcome.logprob_gap, self.gap_max or 0.0)
+            if any(outcome.verified for outcome in outcomes):
+                self._serve(snapshot)
+            if snapshot not in (self._newest, self._kept):
+                self._free_buckets(snapshot)
+            self.core.ring()
+
+    def _serve(self, snapshot: Snapshot) -> None:
+        previous, self._kept = self._kept, snapshot
+        if previous is not None and previous not in (snapshot, self._newest):
+            self._free_buckets(previous)
+        ledger = self.core.ledger
+        serving = min(
+            (s.verified.version for s in self.pool.slots.values() if s.state == "open" and s.verified and s.verified.epoch == ledger.epoch),
+            default=None,
+        )
+        if serving is not None and serving != ledger.serving_version and serving <= ledger.trained_version:
+            self.core.apply(VersionServed(version=serving))
+        self.ready_to_serve.set()
+
+    async def _replace_engine(self, slot: EngineSlot, reason: str) -> None:
+        await self.processes.replace(slot.engine_id, reason)
+
+    def _free_buckets(self, snapshot: Snapshot) -> None:
+        self.store.free(Ref.from_wire(bucket) for bucket in snapshot.buckets)
+
+    def _free_snapshots(self) -> None:
+        for snapshot in {id(s): s for s in (self._newest, self._kept) if s is not None}.values():
+            self._free_buckets(snapshot)
+
+    # ---- batches -------------------------------------------------------------------------------------------------------
+
+    def _on_applied(self, batch_id: int, report: TrainReport) -> None:
+        """Metrics of one batch, and the stop rule on reward."""
+        ledger, now = self.core.ledger, time.monotonic()
+        samples = [ledger.samples[uid] for uid in ledger.batches[batch_id].uids]
+        scored = [t for s in samples for t in s.in_state("consumed")]
+        rewards = [t.reward for t in scored if t.reward is not None]
+        correct = [leaf.is_correct for t in scored for leaf in t.leaves if leaf.is_correct is not None]
+        ages = [batch_id - s.version_tag for s in samples]
+        if self._last_applied_at is not None:
+            self.watermark.observe_batch(now - self._last_applied_at)
+        self._last_applied_at = now
+        self._measure_busy()
+        if report.logprob_gap_max is not None:
+            self.gap_max = max(report.logprob_gap_max, self.gap_max or 0.0)
+        decision = self.dispatch.decision
+        line: dict[str, Any] = {
+            "batch_id": batch_id,
+            "time_s": self.elapsed_s,
+            "reward_mean": sum(rewards) / len(rewards),
+            "reward_correct": sum(correct) / len(correct) if correct else None,
+            "samples": len(samples),
+            "trajectories": len(scored),
+            "response_tokens_mean": sum(leaf.response_tokens for t in scored for leaf in t.leaves) / len(scored),
+            "staleness_mean": sum(ages) / len(ages),
+            "staleness_max": max(ages),
+            "staleness_bound": self.config.staleness.bound,
+            "in_flight": self.dispatch.in_flight,
+            "watermark": decision.watermark if decision else None,
+            "watermark_binding": decision.binding if decision else None,
+            "ready": ledger.counts.by_state["ready"],
+            "engine_busy": self.busy_shares.get("engines"),
+            "trainer_busy": self.busy_shares.get("trainer"),
+            "learning_rate": self.config.trainer.learning_rate_at(batch_id, self.config.stop.batches),
+            **report.model_dump(exclude={"row_ids", "skipped_row_ids", "batch_id"}),
+            "push_s": self.pusher.seconds,
+            "serving_version": ledger.serving_version,
+            "epoch": ledger.epoch,
+            "discarded_total": ledger.counts.by_outcome["discarded"],
+        }
+        while self.recent and self.recent[-1]["batch_id"] >= batch_id:  # a replay
+            self.recent.pop()
+        self.recent.append(line)
+        self.metrics.write(line)
+        stop = self.config.stop
+        window = [m["reward_mean"] for m in list(self.recent)[-stop.reward_window :]]
+        if stop.reward is not None and len(window) == stop.reward_window and sum(window) / len(window) >= stop.reward:
+            self.core.ending = f"mean reward reached {stop.reward}"
+            self.core.draining = self.core.ending
+
+    @property
+    def elapsed_s(self) -> float:
+        return self._elapsed_before_s + time.monotonic() - self.core.started
+
+    def _measure_busy(self) -> None:
+        """Shares of the time since the last look (at least a second ago) in which engines and trainer worked."""
+        then, engines_then, trainer_then = self._busy_at
+        now, engines = time.monotonic(), sum(slot.busy_s() for slot in self.pool.slots.values())
+        trainer = self.training.busy.seconds()
+        if now - then < 1.0:
+            return
+        span = now - then
+        self.busy_shares = {
+            "engines": min(1.0, max(0.0, (engines - engines_then) / (span * max(1, len(self.pool.slots))))),
+            "trainer": min(1.0, max(0.0, (trainer - trainer_then) / span)),
+        }
+        self._busy_at = (now, engines, trainer)
+
+    async def _tick_loop(self) -> None:
+        """Once a second: busy shares, and the archive's age. Owned by `run`."""
+        while True:
+            await asyncio.sleep(1.0)
+            self._measure_busy()
+            if self.archive.due:
+                await asyncio.to_thread(self.archive.flush)
+
+    # ---- ends of trajectories ------------------------------------------------------------------------------------------
+
+    async def _archive_finished(self, samples: list[Sample], outcome: str, reason: str | None) -> None:
+        """Text, tokens and lineage of trajectories about to be finished, durable before the ledger says so."""
+        done = [(s, t) for s in samples for t in s.in_state("consumed")]
+        await asyncio.to_thread(self._archive_rows, done, outcome, reason)
+
+    def _archive_rows(self, done: list[tuple[Sample, Trajectory]], outcome: str, reason: str | None) -> None:
+        for sample, trajectory in done:
+            self.archive.append(self._finished(sample, trajectory, outcome, reason))
+        self.archive.flush()
+
+    def _archive_discarded(self, sample: Sample, trajectory: Trajectory) -> None:
+        self.archive.append(self._finished(sample, trajectory, "discarded", trajectory.reason))
+
+    def _finished(self, sample: Sample, trajectory: Trajectory, outcome: str, reason: str | None) -> FinishedTrajectory:
+        row = self.core.feed.row(sample.segment, sample.row_index)
+        leaf = trajectory.leaves[0] if trajectory.leaves else None
+        ids: list[int] = []
+        mask: list[int] = []
+        log_probs: list[float] = []
+        spans: list[list[int]] = []
+        if leaf is not None:
+            try:
+                with self.store.open(Ref.from_wire(leaf.rollout)) as columns:
+                    ids, mask = columns["input_ids"].tolist(), columns["response_mask"].tolist()
+                    log_probs, spans = columns["rollout_log_probs"].tolist(), columns["version_spans"].tolist()
+            except Gone:
+                reason = f"{reason or ''} (its rows were gone)".strip()
+        response = [token for token, trained in zip(ids[1:], mask, strict=True) if trained]
+        prompt = row.prompt if row.prompt is not None else orjson.dumps(row.messages).decode()
+        return FinishedTrajectory(
+            traj_uid=trajectory.traj_uid,
+            uid=sample.uid,
+            run_id=self.core.run_id,
+            dataset_id=self.core.feed.dataset_of(sample.segment),
+            row_index=sample.row_index,
+            outcome=outcome,
+            reason=reason,
+            version_tag=sample.version_tag,
+            batch_id=sample.batch_id,
+            reward=trajectory.reward,
+            is_correct=leaf.is_correct if leaf else None,
+            prompt=prompt,
+            response=self.tokenizer.decode(response),
+            input_ids=ids,
+            response_mask=mask,
+            rollout_log_probs=log_probs,
+            version_spans=spans,
+            attempts=1 + trajectory.infrastructure_attempts + trajectory.data_attempts,
+            started_at=trajectory.started_at,
+            finished_at=time.time(),
+            parts="{}",
+        )
+
+    def texts(self, trajectory: Trajectory) -> list[str]:
+        """The responses of a live trajectory's leaves, decoded from the store."""
+        out = []
+        for leaf in trajectory.leaves:
+            with self.store.open(Ref.from_wire(leaf.rollout), ["input_ids", "response_mask"]) as columns:
+                ids, mask = columns["input_ids"][1:], columns["response_mask"]
+                out.append(self.tokenizer.decode(ids[mask == 1].tolist()))
+        return out
+
+    def _free(self, trajectories: list[Trajectory]) -> None:
+        self.store.free(Ref.from_wire(ref) for t in trajectories for leaf in t.leaves for ref in (leaf.rollout, leaf.reward))
+
+    # ---- gauges --------------------------------------------------------------------------------------------------------
+
+    def gauges(self) -> dict[str, float]:
+        """Names are headrace_<component>_<what>_<unit>."""
+        ledger = self.core.ledger
+        decision = self.dispatch.decision
+        return {
+            **{
+                f"headrace_ledger_{state}_trajectories": float(ledger.counts.by_state[state])
+                for state in ("running", "ready", "consumed", "finished")
+            },
+            **{
+                f"headrace_ledger_{o}_trajectories_total": float(ledger.counts.by_outcome[o]) for o in ("trained", "evaluated", "discarded")
+            },
+            "headrace_ledger_registered_trajectories_total": float(ledger.counts.registered),
+            "headrace_ledger_trained_version": float(ledger.trained_version),
+            "headrace_ledger_committed_version": float(ledger.committed_version),
+            "headrace_ledger_serving_version": float(ledger.serving_version),
+            "headrace_ledger_staleness_max_batches": float(max((s for s, c in ledger.staleness.items() if c), default=0)),
+            "headrace_ledger_staleness_bound_batches": float(self.config.staleness.bound),
+            "headrace_dispatch_in_flight_trajectories": float(self.dispatch.in_flight),
+            "headrace_dispatch_watermark_trajectories": float(decision.watermark if decision else 0),
+            "headrace_dispatch_tokens_total": float(self.dispatch.tokens_sampled),
+            "headrace_dispatch_resampled_tokens_total": float(self.dispatch.tokens_resampled),
+            "headrace_reward_pending_leaves": float(self.scoring.in_flight),
+            "headrace_reward_failed_leaves_total": float(self.scoring.failed),
+            "headrace_trainer_busy_seconds_total": self.training.busy.seconds(),
+            "headrace_trainer_replayed_batches_total": float(self.training.replayed),
+            "headrace_push_last_seconds": self.pusher.seconds,
+            "headrace_store_used_bytes": float(self.store_stats().used_bytes),
+            "headrace_store_capacity_bytes": float(self.config.store.capacity_bytes),
+            **self.pool.gauges(),
+        }
+
+
+def canary_ids(tokenizer: TokenizerView, context_length: int) -> list[int]:
+    """The fixed sequence whose log-probs every verified engine must agree on with the trainer: spread over the vocabulary."""
+    length = min(32, context_length // 2)
+    return [(7 + 37 * i) % tokenizer.vocab_size for i in range(length)]
+
+
+def _first_failure(tasks: list[asyncio.Task[None]]) -> str | None:
+    """The reason of the first task that died, with its traceback in the log."""
+    for task in tasks:
+        if task.done() and not task.cancelled() and (error := task.exception()) is not None:
+            log.error("the %s loop has died", task.get_name(), exc_info=error)
+            causes = error.exceptions if isinstance(error, BaseExceptionGroup) else (error,)
+            return f"{task.get_name()}: {causes[0]}"
+    return None

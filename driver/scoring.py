@@ -1,0 +1,103 @@
+"""Leaves to the reward service and back: gathered for a few milliseconds, sent as one call, home by leaf id (section 8, L4).
+
+A result that says `ok: false` is a failed score: the data budget decides on another try, and no number is made up. A service that is
+gone is waited for; the launcher replaces it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass
+
+from driver.core import Core
+from reward.client import RewardClient, RewardUnavailable
+from reward.wire import Job, Result
+
+log = logging.getLogger("headrace.scoring")
+
+
+class ScoreFailed(Exception):
+    """No score. `data`: the scorer failed on this leaf; otherwise the service could not be asked."""
+
+    def __init__(self, message: str, *, data: bool) -> None:
+        super().__init__(message)
+        self.data = data
+
+
+@dataclass
+class _Waiting:
+    job: Job
+    future: asyncio.Future[Result]
+
+
+class Scoring:
+    def __init__(self, core: Core, *, wait_s: float, deadline_s: float) -> None:
+        self._core = core
+        self._wait_s = wait_s
+        self._deadline_s = deadline_s
+        self._client: RewardClient | None = None
+        self._up = asyncio.Event()
+        self._pending: list[_Waiting] = []
+        self._arrived = asyncio.Event()
+        self.in_flight = 0
+        self.failed = 0
+        self.scored = 0
+
+    def attach(self, client: RewardClient) -> None:
+        self._client = client
+        self._up.set()
+        self._core.waiting("reward", None)
+
+    def detach(self, reason: str) -> None:
+        self._client = None
+        self._up.clear()
+        self._core.waiting("reward", f"the reward service is starting again: {reason}")
+
+    async def score(self, job: Job) -> Result:
+        """The result of one leaf. Raises ScoreFailed."""
+        future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
+        self._pending.append(_Waiting(job, future))
+        self._arrived.set()
+        self.in_flight += 1
+        try:
+            result = await future
+        finally:
+            self.in_flight -= 1
+        if not result.ok or result.score is None:
+            self.failed += 1
+            raise ScoreFailed(f"reward: {result.error}", data=True)
+        self.scored += 1
+        return result
+
+    async def run(self) -> None:
+        """Consumes jobs; waits for the first and `wait_s` for more, and for the service; unblocked by `score` and `attach`."""
+        async with asyncio.TaskGroup() as group:
+            while True:
+                await self._arrived.wait()
+                await asyncio.sleep(self._wait_s)
+                await self._up.wait()
+                self._arrived.clear()
+                batch, self._pending = [w for w in self._pending if not w.future.done()], []
+                if batch:
+                    group.create_task(self._send(batch))
+
+    async def _send(self, batch: list[_Waiting]) -> None:
+        client = self._client
+        assert client is not None
+        try:
+            results = {r.leaf_id: r for r in await client.score([w.job for w in batch], self._deadline_s)}
+        except RewardUnavailable as error:
+            log.warning("reward service: %s", error)
+            for waiting in batch:
+                if not waiting.future.done():
+                    waiting.future.set_exception(ScoreFailed(f"reward service: {error}", data=False))
+            return
+        for waiting in batch:
+            if waiting.future.done():
+                continue
+            result = results.get(waiting.job.leaf_id)
+            if result is None:
+                waiting.future.set_exception(ScoreFailed("the reward service did not answer for this leaf", data=False))
+            else:
+                waiting.future.set_result(result)

@@ -1,0 +1,302 @@
+"""REST: all that the command line can do, `curl` can do. One FastAPI app over the runs of this process; OpenAPI at /docs.
+
+Paths are run-scoped (`/v1/runs/{run}/…`). Lists are paged, submits take an `Idempotency-Key`, errors are
+`{"error": {"message": …}}` with what to do. A bearer token is asked for when the configuration has one, which it must beyond
+loopback; `/health` and `/metrics` need none on loopback only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import tempfile
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import Body, Depends, FastAPI, Header, HTTPException, Query, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, PlainTextResponse
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.exceptions import HTTPException as StarletteHTTPException
+
+from driver import observe
+from driver.config import ConfigError, parse_config
+from driver.datasets import DatasetError, read_rows, resolve_under
+from driver.feed import FeedError
+from driver.ledger_db import LedgerError
+from driver.run import Run
+
+MAX_UPLOAD_BYTES = 4 << 30
+
+
+class PathSubmit(BaseModel):
+    """A dataset file on the service's machine, under one of `service.data_roots`."""
+
+    model_config = ConfigDict(extra="forbid")
+    path: str
+
+
+class Submitted(BaseModel):
+    dataset_id: str
+    rows_added: int
+    rows: int
+    closed: bool
+    created: bool = Field(description="false: this idempotency key was seen before and nothing was added")
+
+
+class _Metrics:
+    """The run's gauges as Prometheus metrics, read when asked for."""
+
+    def __init__(self, runs: dict[str, Run]) -> None:
+        self._runs = runs
+
+    def collect(self) -> list[GaugeMetricFamily]:
+        families: dict[str, GaugeMetricFamily] = {}
+        for run_id, run in self._runs.items():
+            for name, value in run.gauges().items():
+                family = families.setdefault(name, GaugeMetricFamily(name, name.replace("_", " "), labels=["run_id"]))
+                family.add_metric([run_id], value)
+        return list(families.values())
+
+
+def create_app(runs: dict[str, Run], *, token: str | None, loopback: bool, shutdown: Callable[[], None]) -> FastAPI:
+    """The app over these runs. `shutdown` asks the process to end in order."""
+    app = FastAPI(title="Headrace", version="0.1.0", summary="Asynchronous reinforcement learning of language models")
+    registry = CollectorRegistry()
+    registry.register(_Metrics(runs))
+
+    def run_of(run: str) -> Run:
+        if run not in runs:
+            raise HTTPException(404, f"there is no run {run!r}; runs here: {', '.join(runs) or 'none'}")
+        return runs[run]
+
+    RunDep = Annotated[Run, Depends(run_of)]
+
+    @app.middleware("http")
+    async def authorize(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
+        open_path = request.url.path == "/health" or (loopback and request.url.path == "/metrics")
+        if token is not None and not open_path:
+            given = request.headers.get("authorization", "")
+            if not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
+                return _error(401, "send the service's token: Authorization: Bearer TOKEN")
+        return await call_next(request)
+
+    @app.exception_handler(StarletteHTTPException)
+    async def on_http(request: Request, error: StarletteHTTPException) -> Response:
+        text = str(error.detail)
+        if error.status_code == 404 and text == "Not Found":
+            text = f"there is no {request.url.path}; see /docs"
+        return _error(error.status_code, text)
+
+    @app.exception_handler(RequestValidationError)
+    async def on_invalid(request: Request, error: RequestValidationError) -> Response:
+        parts = [f"{'.'.join(str(p) for p in e['loc'])}: {e['msg']}" for e in error.errors()]
+        return _error(422, "; ".join(parts))
+
+    @app.exception_handler(DatasetError)
+    @app.exception_handler(FeedError)
+    @app.exception_handler(ConfigError)
+    async def on_refused(request: Request, error: ValueError) -> Response:
+        return _error(400, str(error), line=getattr(error, "line", None))
+
+    @app.exception_handler(LedgerError)
+    async def on_ledger(request: Request, error: LedgerError) -> Response:
+        return _error(503, str(error))
+
+    # ---- all runs ------------------------------------------------------------------------------------------------------
+
+    @app.get("/health", tags=["service"])
+    async def health() -> dict[str, Any]:
+        failed = {run_id: run.failure for run_id, run in runs.items() if run.failure}
+        return {"ok": not failed, "runs": {run_id: run.state for run_id, run in runs.items()}, "failed": failed}
+
+    @app.get("/metrics", tags=["service"], response_class=PlainTextResponse)
+    async def metrics() -> Response:
+        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+    @app.post("/v1/shutdown", tags=["service"], status_code=202)
+    async def stop_service() -> dict[str, str]:
+        """End the service in order: what is applied is saved, what is ready is kept for the next start."""
+        asyncio.get_running_loop().call_later(0.1, shutdown)
+        return {"status": "ending"}
+
+    @app.post("/v1/config/check", tags=["service"])
+    async def check_config(config: Annotated[dict[str, Any], Body()], base: str = ".") -> dict[str, Any]:
+        """Check a configuration as `headrace config check` does; paths in it are relative to `base`."""
+        return parse_config(config, Path(base)).model_dump(mode="json", exclude={"service": {"token"}})
+
+    @app.get("/v1/runs", tags=["runs"])
+    async def list_runs() -> list[dict[str, Any]]:
+        return [observe.status(run) for run in runs.values()]
+
+    @app.get("/v1/staleness", tags=["service"])
+    async def all_staleness() -> dict[str, Any]:
+        return {run_id: observe.staleness(run) for run_id, run in runs.items()}
+
+    @app.get("/v1/queues", tags=["service"])
+    async def all_queues() -> dict[str, Any]:
+        return {run_id: observe.queues(run) for run_id, run in runs.items()}
+
+    @app.get("/v1/engines", tags=["service"])
+    async def all_engines() -> dict[str, Any]:
+        return {run_id: observe.engines(run) for run_id, run in runs.items()}
+
+    @app.get("/v1/why", tags=["service"])
+    async def all_why() -> dict[str, Any]:
+        return {run_id: observe.why(run) for run_id, run in runs.items()}
+
+    # ---- one run -------------------------------------------------------------------------------------------------------
+
+    @app.get("/v1/runs/{run}", tags=["runs"])
+    async def status(run: RunDep) -> dict[str, Any]:
+        return observe.status(run)
+
+    @app.get("/v1/runs/{run}/staleness", tags=["runs"])
+    async def run_staleness(run: RunDep) -> dict[str, Any]:
+        return observe.staleness(run)
+
+    @app.get("/v1/runs/{run}/queues", tags=["runs"])
+    async def run_queues(run: RunDep) -> dict[str, Any]:
+        return observe.queues(run)
+
+    @app.get("/v1/runs/{run}/engines", tags=["runs"])
+    async def run_engines(run: RunDep) -> list[dict[str, Any]]:
+        return observe.engines(run)
+
+    @app.get("/v1/runs/{run}/why", tags=["runs"])
+    async def run_why(run: RunDep) -> dict[str, Any]:
+        return observe.why(run)
+
+    @app.get("/v1/runs/{run}/batches", tags=["runs"])
+    async def batches(run: RunDep, last: Annotated[int, Query(ge=1, le=1000)] = 20) -> list[dict[str, Any]]:
+        """The newest batches' metrics, oldest first."""
+        return list(run.recent)[-last:]
+
+    @app.get("/v1/runs/{run}/trajectories", tags=["trajectories"])
+    async def trajectories(
+        run: RunDep,
+        state: Annotated[str | None, Query(pattern="^(running|ready|consumed|finished)$")] = None,
+        after: str | None = None,
+        limit: Annotated[int, Query(ge=1, le=1000)] = observe.PAGE_ROWS,
+    ) -> dict[str, Any]:
+        try:
+            return observe.trajectories(run, state, after, limit)
+        except ValueError as error:
+            raise HTTPException(400, str(error)) from None
+
+    @app.get("/v1/runs/{run}/trajectories/{traj_uid}", tags=["trajectories"])
+    async def trajectory(run: RunDep, traj_uid: str) -> dict[str, Any]:
+        found = await asyncio.to_thread(observe.trajectory, run, traj_uid)
+        if found is None:
+            raise HTTPException(404, f"run {run.core.run_id} has no trajectory {traj_uid!r}; GET …/trajectories lists them")
+        return found
+
+    @app.post("/v1/runs/{run}/{action}", tags=["runs"], status_code=202)
+    async def act(run: RunDep, action: str) -> dict[str, Any]:
+        """pause: send nothing new; resume; drain: no new samples, train what is there, end; cancel: discard what is in flight, end."""
+        if action not in ("pause", "resume", "drain", "cancel"):
+            raise HTTPException(404, f"a run can be told: pause, resume, drain, cancel; not {action!r}")
+        getattr(run, action)()
+        return {"run_id": run.core.run_id, "state": run.state}
+
+    @app.get("/v1/runs/{run}/logs/{role}", tags=["runs"], response_class=PlainTextResponse)
+    async def logs(run: RunDep, role: str, lines: Annotated[int, Query(ge=1, le=10000)] = 100) -> PlainTextResponse:
+        """The last lines of one role's log: driver, engine-0, trainer-0, reward-0 …"""
+        known = sorted(p.stem for p in run.log_directory.glob("*.log"))
+        if role not in known:
+            raise HTTPException(404, f"there is no log {role!r}; logs here: {', '.join(known) or 'none'}")
+        text = await asyncio.to_thread((run.log_directory / f"{role}.log").read_text, "utf-8", "replace")
+        return PlainTextResponse("\n".join(text.splitlines()[-lines:]) + "\n")
+
+    # ---- datasets ------------------------------------------------------------------------------------------------------
+
+    @app.get("/v1/runs/{run}/datasets", tags=["datasets"])
+    async def datasets(run: RunDep) -> list[dict[str, Any]]:
+        return [msgspec.to_builtins(d) for d in run.core.feed.datasets()]
+
+    @app.post("/v1/runs/{run}/datasets", tags=["datasets"], status_code=201)
+    async def submit(
+        request: Request,
+        run: RunDep,
+        name: str = "dataset",
+        close: bool = True,
+        mapping: Annotated[str | None, Query(description='field mapping as JSON: {"prompt": "question", "answer": "label"}')] = None,
+        idempotency_key: Annotated[str | None, Header()] = None,
+    ) -> Submitted:
+        """The body is the file itself (JSONL or Parquet), or `{"path": …}` with content type application/json.
+
+        `close=false` keeps the dataset open for more rows; the run ends when all datasets are closed and walked.
+        """
+        return await _submit(request, run, None, name, close, mapping, idempotency_key)
+
+    @app.post("/v1/runs/{run}/datasets/{dataset_id}/rows", tags=["datasets"], status_code=201)
+    async def append(
+        request: Request,
+        run: RunDep,
+        dataset_id: str,
+        mapping: str | None = None,
+        idempotency_key: Annotated[str | None, Header()] = None,
+    ) -> Submitted:
+        """Append rows to an open dataset, while the run goes on."""
+        return await _submit(request, run, dataset_id, dataset_id, False, mapping, idempotency_key)
+
+    @app.post("/v1/runs/{run}/datasets/{dataset_id}/close", tags=["datasets"])
+    async def close_dataset(run: RunDep, dataset_id: str) -> dict[str, Any]:
+        await run.core.feed.close(dataset_id)
+        run.core.ring()
+        return {"dataset_id": dataset_id, "closed": True}
+
+    return app
+
+
+async def _submit(
+    request: Request, run: Run, dataset_id: str | None, name: str, close: bool, mapping: str | None, idempotency_key: str | None
+) -> Submitted:
+    fields = _mapping(mapping)
+    if request.headers.get("content-type", "").partition(";")[0].strip() == "application/json":
+        body = PathSubmit.model_validate_json(await request.body())
+        source = resolve_under(body.path, run.core.config.service.data_roots)
+        return await _add(run, source, dataset_id, name, close, fields, idempotency_key)
+    with tempfile.NamedTemporaryFile(dir=run.core.config.directory, prefix=".upload-") as file:
+        size = 0
+        async for chunk in request.stream():
+            size += len(chunk)
+            if size > MAX_UPLOAD_BYTES:
+                raise HTTPException(413, f"an upload may have {MAX_UPLOAD_BYTES >> 30} GiB; submit larger files by path")
+            file.write(chunk)
+        file.flush()
+        return await _add(run, Path(file.name), dataset_id, name, close, fields, idempotency_key)
+
+
+async def _add(
+    run: Run, source: Path, dataset_id: str | None, name: str, close: bool, mapping: dict[str, str | None] | None, key: str | None
+) -> Submitted:
+    if run.core.ledger.ended:
+        raise HTTPException(409, f"run {run.core.run_id} has ended ({run.core.ledger.ended}); start one with another run_id")
+    found, added, created = await run.core.feed.add(dataset_id, name, read_rows(source, mapping=mapping), key)
+    if close:
+        await run.core.feed.close(found)
+    run.core.ring()
+    dataset = next(d for d in run.core.feed.datasets() if d.dataset_id == found)
+    return Submitted(dataset_id=found, rows_added=added, rows=dataset.rows, closed=dataset.closed, created=created)
+
+
+def _mapping(text: str | None) -> dict[str, str | None] | None:
+    if text is None:
+        return None
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise DatasetError(f'mapping is not JSON ({error.msg}); write it like {{"prompt": "question"}}') from None
+    if not isinstance(value, dict) or not all(isinstance(v, str | None) for v in value.values()):
+        raise DatasetError('mapping must be an object of names, like {"prompt": "question", "answer": "label"}')
+    return value
+
+
+def _error(status: int, message: str, **more: Any) -> JSONResponse:
+    return JSONResponse({"error": {"message": message, **{k: v for k, v in more.items() if v is not None}}}, status_code=status)

@@ -1,0 +1,344 @@
+"""The trainer's side of a run: assemble, train, snapshot, commit, and come back after a loss.
+
+    ready samples ──choose──▶ BatchAssembled (durable) ──/v1/train──▶ BatchApplied ──/v1/snapshot──▶ push
+                                                              every k batches: /v1/save ──▶ VersionCommitted ──▶ archive, free rows
+
+The order is the promise. A plan is durable before the trainer sees it, so a batch that was applied can always be replayed from its
+plan and its rows, which stay in the store until a durable checkpoint holds them. After a loss the trainer resumes the newest whole
+checkpoint on disk, which may be newer than the ledger knows (a crash between save and commit), and gets the batches after it again,
+in order, under a new epoch when weights that were already applied are made anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+
+from driver.advantage import advantages
+from driver.balance import PlanRow, plan
+from driver.batcher import Candidate, choose
+from driver.core import Busy, Core
+from driver.ledger import (
+    DISCARDED,
+    TRAINED,
+    BatchApplied,
+    BatchAssembled,
+    BatchUnmade,
+    EpochBegan,
+    Sample,
+    VersionCommitted,
+)
+from driver.push import Snapshot
+from store import Gone, Ref
+from trainer.checkpoints import newest
+from trainer.client import TrainerClient, TrainerLost, TrainerRefused
+from trainer.wire import MiniBatch, TrainReport, WireRef
+from trainer.wire import PlanRow as WireRow
+
+log = logging.getLogger("headrace.training")
+
+
+class Training:
+    """Owns everything that is said to the trainer. `run()` is its loop; one command is in flight at a time."""
+
+    def __init__(
+        self,
+        core: Core,
+        http: httpx.AsyncClient,
+        *,
+        canary_ids: list[int],
+        on_snapshot: Callable[[Snapshot], None],
+        on_applied: Callable[[int, TrainReport], None],
+        archive: Callable[[list[Sample], str, str | None], Awaitable[None]],
+    ) -> None:
+        self._core = core
+        self._http = http
+        self._canary_ids = canary_ids
+        self._on_snapshot = on_snapshot
+        self._on_applied = on_applied
+        self._archive = archive
+        self._bell = core.bell()
+        self._client: TrainerClient | None = None
+        self._incarnation: int | None = None
+        self._lost = asyncio.Event()
+        self._looked_at = 0.0
+        self.busy = Busy()
+        self.replayed = 0
+        self.epochs_from_losses = 0
+
+    # ---- the trainer comes and goes ------------------------------------------------------------------------------------
+
+    def attach(self, url: str, token: str | None) -> None:
+        """A trainer process answers at this address; `run` brings it to the newest version before it trains."""
+        self._client = TrainerClient(url, self._http, token)
+        self._incarnation = None
+        self._lost.set()
+        self._bell.ring()
+
+    def detach(self, reason: str) -> None:
+        """The process is gone."""
+        self._client = None
+        self._core.waiting("trainer", f"the trainer is starting again: {reason}")
+
+    @property
+    def ready(self) -> bool:
+        return self._client is not None and not self._lost.is_set()
+
+    # ---- the loop ------------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Consumes ready samples; waits for P of them, or for the trainer; unblocked by any change of the ledger. Ends when no
+        batch can come any more (stop rule, input exhausted, drain)."""
+        core = self._core
+        self._lost.set()
+        while not core.stopping:
+            self._bell.clear()
+            if self._client is None:
+                if "trainer" not in core.waits:
+                    core.waiting("trainer", "the trainer process is starting")
+                await self._bell.wait(5.0)
+                continue
+            try:
+                if self._lost.is_set() or await self._reborn():
+                    await self._bring_up()
+                if core.ledger.trained_version < core.ledger.next_batch:
+                    await self._train(core.ledger.trained_version)  # assembled before a restart
+                    continue
+                if self._over():
+                    await self._commit()
+                    return
+                if self._assemble() is not None:
+                    await core.db.durable()
+                    await self._train(core.ledger.trained_version)
+                    continue
+            except TrainerLost as error:
+                log.warning("trainer lost: %s", error)
+                core.waiting("trainer", f"the trainer was lost ({error}); its group is being restarted")
+                self._lost.set()
+                await asyncio.sleep(0.2)  # the warm parent forks a new group within this time
+                continue
+            await self._bell.wait(1.0)
+
+    async def _reborn(self) -> bool:
+        """The group's incarnation has changed since we brought it up: ranks died while nothing was asked of them. Asked every 2 s."""
+        assert self._client is not None
+        if time.monotonic() - self._looked_at < 2.0:
+            return False
+        self._looked_at = time.monotonic()
+        return (await self._client.health()).incarnation != self._incarnation
+
+    def _over(self) -> bool:
+        """No further batch will be made: the batches wanted are done, or the input and everything in flight have ended."""
+        core = self._core
+        ledger = core.ledger
+        if core.ending is not None:
+            return True
+        if core.config.stop.batches is not None and ledger.next_batch >= core.config.stop.batches:
+            return True
+        no_more = core.draining is not None or core.feed.exhausted(ledger.cursor)
+        return no_more and not ledger.live_by_deadline
+
+    # ---- one batch -----------------------------------------------------------------------------------------------------
+
+    def _assemble(self) -> int | None:
+        """Take the oldest P ready samples, plan them, and record both. Returns the batch id, or None while it is held."""
+        core, ledger = self._core, self._core.ledger
+        batch_id = ledger.next_batch
+        samples = list(ledger.live())
+        last = core.draining is not None or core.feed.exhausted(ledger.cursor)
+        candidates = (Candidate(s.uid, s.deadline_batch, not s.waiting) for s in samples)
+        choice = choose(candidates, batch_id, core.config.batch.samples, short_allowed=last)
+        if choice.uids is None:
+            core.waiting("trainer", choice.reason)
+            return None
+        core.waiting("trainer", None)
+        chosen = [ledger.samples[uid] for uid in choice.uids]
+        core.apply(BatchAssembled(batch_id=batch_id, uids=choice.uids, plan=self._plan(batch_id, chosen), time=time.time()))
+        return batch_id
+
+    def _plan(self, batch_id: int, samples: list[Sample]) -> bytes:
+        """The plan as it will be sent, but for epoch and rate. Rows of advantage 0 have no effect and stay out (N6)."""
+        config = self._core.config
+        rows: dict[str, WireRow] = {}
+        to_plan: list[PlanRow] = []
+        for sample in samples:
+            group = sample.in_state("ready")
+            rewards = [t.reward for t in group if t.reward is not None]
+            assert len(rewards) == len(group)
+            for trajectory, advantage in zip(group, advantages(rewards, config.trainer.loss.advantage), strict=True):
+                for leaf in trajectory.leaves:
+                    if advantage != 0.0:
+                        rollout = WireRef.model_validate(leaf.rollout)
+                        rows[leaf.row_id] = WireRow(row_id=leaf.row_id, rollout=rollout, advantage=advantage, length=leaf.length)
+                        to_plan.append(PlanRow(leaf.row_id, sample.uid, leaf.length))
+        planned = plan(
+            to_plan,
+            mini_batch_count=config.batch.mini_batches,
+            ranks=config.trainer.dp,
+            budget_tokens=config.batch.micro_batch_tokens,
+            seed=config.seed,
+            batch_id=batch_id,
+        )
+        wire = [MiniBatch(ranks=[[[rows[row_id] for row_id in micro] for micro in rank] for rank in mini]).model_dump() for mini in planned]
+        return msgspec.json.encode(wire)
+
+    async def _train(self, batch_id: int) -> None:
+        """Send one assembled batch, record that it was applied, publish its weights, commit when due."""
+        core = self._core
+        assert self._client is not None
+        batch = core.ledger.batches[batch_id]
+        mini_batches = [MiniBatch.model_validate(m) for m in msgspec.json.decode(batch.plan)]
+        rate = core.config.trainer.learning_rate_at(batch_id, core.config.stop.batches)
+        core.waiting("trainer", None)
+        with self.busy.working():
+            report = await self._client.train(batch_id, core.ledger.epoch, rate, mini_batches, core.config.trainer.step_deadline_s)
+            core.apply(
+                BatchApplied(
+                    batch_id=batch_id,
+                    epoch=core.ledger.epoch,
+                    skipped=report.skipped,
+                    report=report.model_dump_json().encode(),
+                    time=time.time(),
+                )
+            )
+            self._on_applied(batch_id, report)
+            await self._snapshot()
+            every = core.config.checkpoint.every
+            if core.ledger.trained_version % every == 0:
+                await self._commit()
+
+    async def _snapshot(self) -> None:
+        core = self._core
+        assert self._client is not None
+        ledger = core.ledger
+        reply = await self._client.snapshot(ledger.epoch, ledger.trained_version, core.config.push.bucket_bytes, self._canary_ids)
+        self._on_snapshot(
+            Snapshot(
+                core.run_id,
+                ledger.epoch,
+                ledger.trained_version,
+                tuple(bucket.model_dump() for bucket in reply.buckets),
+                {name: facts.sha256 for name, facts in reply.tensors.items()},
+                tuple(reply.canary.input_ids),
+                tuple(reply.canary.log_probs),
+            )
+        )
+
+    # ---- durable -------------------------------------------------------------------------------------------------------
+
+    @property
+    def checkpoint_directory(self) -> Path:
+        return self._core.config.directory / "checkpoints"
+
+    async def _commit(self) -> None:
+        """Save a checkpoint of the trained version, then record that it holds everything up to it."""
+        ledger = self._core.ledger
+        if ledger.trained_version == ledger.committed_version and ledger.checkpoint is not None:
+            return
+        assert self._client is not None
+        saved = await self._client.save(str(self.checkpoint_directory), self._core.config.checkpoint.keep_last)
+        await self._record_commit(saved.trained_version, saved.path)
+
+    async def _record_commit(self, version: int, path: str) -> None:
+        """Finish what the checkpoint holds: archive it, then record it, then free its rows.
+
+        A crash in between archives twice (the reader keeps the last) or leaves rows that the next start frees; it loses nothing.
+        """
+        core, ledger = self._core, self._core.ledger
+        done: list[Ref] = []
+        for batch in [b for b in ledger.batches.values() if b.batch_id < version]:
+            samples = [ledger.samples[uid] for uid in batch.uids]
+            outcome, reason = (DISCARDED, f"step skipped: {batch.skipped}") if batch.skipped else (TRAINED, None)
+            await self._archive(samples, outcome, reason)
+            leaves = [leaf for s in samples for t in s.in_state("consumed") for leaf in t.leaves]
+            done += [Ref.from_wire(ref) for leaf in leaves for ref in (leaf.rollout, leaf.reward)]
+        core.apply(VersionCommitted(version=version, checkpoint=path, time=time.time()))
+        await core.db.durable()
+        core.store.free(done)
+
+    async def save_now(self) -> None:
+        """On SIGTERM, once `run` has ended: hold what was applied in a checkpoint, so that nothing has to be replayed."""
+        if self.ready:
+            try:
+                await self._commit()
+            except (TrainerLost, TrainerRefused) as error:
+                log.warning("stopped without a last checkpoint: %s; the batches since are replayed", error)
+
+    # ---- after a loss --------------------------------------------------------------------------------------------------
+
+    async def _bring_up(self) -> None:
+        """Bring an empty trainer to the ledger's version: newest whole checkpoint, then the batches after it, in order."""
+        core, ledger = self._core, self._core.ledger
+        assert self._client is not None
+        core.waiting("trainer", "the trainer loads its weights")
+        incarnation = (await self._client.health()).incarnation
+        checkpoint = newest(self.checkpoint_directory)
+        with self.busy.working():
+            if checkpoint is None:
+                if ledger.committed_version > 0:
+                    raise TrainerRefused(
+                        409,
+                        f"no whole checkpoint in {self.checkpoint_directory}, yet version {ledger.committed_version} was committed; "
+                        "put the directory back, or start a new run with another run_id",
+                    )
+                version = (await self._client.load()).trained_version
+            else:
+                version = (await self._client.resume(str(checkpoint.path))).trained_version
+        log.info("trainer %d holds version %d; the ledger is at %d", incarnation, version, ledger.trained_version)
+        await self._reconcile(version, str(checkpoint.path) if checkpoint else None)
+        self._incarnation = incarnation
+        self._lost.clear()
+        replay = range(ledger.trained_version, ledger.next_batch)
+        if replay:
+            log.info("replaying batches %d to %d", replay[0], replay[-1])
+            self.replayed += len(replay)
+        await self._snapshot()
+
+    async def _reconcile(self, version: int, path: str | None) -> None:
+        core, ledger = self._core, self._core.ledger
+        while ledger.trained_version < version:
+            # Trained and saved, but the driver died before it wrote so: the checkpoint is the truth.
+            batch_id = ledger.trained_version
+            core.apply(BatchApplied(batch_id=batch_id, epoch=ledger.epoch, skipped=None, report=b"{}", time=time.time()))
+        if path is not None and version > ledger.committed_version:
+            await self._record_commit(version, path)
+        if version < ledger.trained_version:
+            self.epochs_from_losses += 1
+            core.apply(EpochBegan(epoch=ledger.epoch + 1, version=version))
+        self._unmake_lost_batches()
+        await core.db.durable()
+
+    def _unmake_lost_batches(self) -> None:
+        """A batch with missing rows, and every batch after it, can not be replayed: its samples go back and are made again."""
+        core, ledger = self._core, self._core.ledger
+        missing: dict[int, frozenset[str]] = {}
+        first: int | None = None
+        for batch in sorted(ledger.batches.values(), key=lambda b: b.batch_id):
+            lost = frozenset(
+                t.traj_uid for uid in batch.uids for t in ledger.samples[uid].in_state("consumed") if not rows_present(core, t.leaves)
+            )
+            missing[batch.batch_id] = lost
+            if lost and first is None:
+                first = batch.batch_id
+        if first is None:
+            return
+        for batch_id in sorted((b for b in missing if b >= first), reverse=True):
+            log.warning("batch %d is made again: %d of its rows are gone", batch_id, len(missing[batch_id]))
+            core.apply(BatchUnmade(batch_id=batch_id, lost=missing[batch_id]))
+
+
+def rows_present(core: Core, leaves: tuple[Any, ...]) -> bool:
+    """Do all rows of these leaves still lie in the store?"""
+    for leaf in leaves:
+        try:
+            core.store.open(Ref.from_wire(leaf.rollout), []).close()
+        except Gone:
+            return False
+    return True

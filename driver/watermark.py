@@ -1,0 +1,79 @@
+"""How many trajectories should be in flight: the smallest of four caps, and which one binds.
+
+Observations are pushed in, a decision is read out; no clock, no loop, no client. The caps gate new samples only: retries,
+siblings and continuations always go, so a started sample is never starved by its successors.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Caps:
+    """All in trajectories."""
+
+    kv_cap: int
+    staleness_cap: int
+    demand_cap: int
+    store_cap: int
+
+
+@dataclass(frozen=True)
+class Decision:
+    watermark: int
+    binding: str
+    caps: Caps
+
+
+@dataclass
+class Rate:
+    """Exponentially weighted mean of a duration or size; None until the first observation."""
+
+    weight: float = 0.2
+    value: float | None = None
+
+    def observe(self, value: float) -> None:
+        self.value = value if self.value is None else self.value + self.weight * (value - self.value)
+
+
+@dataclass
+class Watermark:
+    """`batch_trajectories` = P * n. Rates are learned from what happens; until then demand does not bind."""
+
+    batch_trajectories: int
+    batch_period_s: Rate = field(default_factory=Rate)
+    in_flight_s: Rate = field(default_factory=lambda: Rate(weight=0.02))
+
+    def observe_batch(self, period_s: float) -> None:
+        """Time from the start of one training step to the start of the next that the trainer could have made."""
+        self.batch_period_s.observe(period_s)
+
+    def observe_trajectory(self, in_flight_s: float) -> None:
+        """From dispatch to ready."""
+        self.in_flight_s.observe(in_flight_s)
+
+    def decide(
+        self, *, kv_slots: int, in_flight: int, ready: int, admissible_samples: int, n: int, store_free_bytes: int, sample_bytes: int
+    ) -> Decision:
+        """The target now.
+
+        kv_cap: what the engines can decode at once, and a little queue so that none idles.
+        staleness_cap: what is in flight plus what A4 still lets in.
+        demand_cap: Little's law, rate the trainer eats at times the time in flight, plus two batches less what lies ready: ready
+        piling up lowers it, a waiting trainer (ready = 0) raises it.
+        store_cap: what is in flight plus what the store has room for at worst-case size.
+        """
+        kv_cap = kv_slots + math.ceil(kv_slots * 0.25)
+        staleness_cap = in_flight + admissible_samples * n
+        store_cap = in_flight + (store_free_bytes // max(1, sample_bytes)) * n
+        if self.batch_period_s.value is None or self.in_flight_s.value is None:
+            demand_cap = max(kv_cap, 2 * self.batch_trajectories)
+        else:
+            per_s = self.batch_trajectories / max(1e-6, self.batch_period_s.value)
+            demand_cap = math.ceil(per_s * self.in_flight_s.value) + max(n, 2 * self.batch_trajectories - ready)
+        caps = Caps(kv_cap, staleness_cap, demand_cap, store_cap)
+        named = {"kv": kv_cap, "staleness": staleness_cap, "demand": demand_cap, "store": store_cap}
+        binding = min(named, key=lambda name: named[name])
+        return Decision(named[binding], binding, caps)

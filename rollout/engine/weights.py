@@ -1,0 +1,115 @@
+"""Weights in and out: checkpoints from disk, buckets from the store, checksums of what is loaded.
+
+Everything that arrives is checked whole before the first byte is copied, so a refused call changes nothing. SGLang 0.5.23 dies of a
+wrong shape; here it is a ValueError. A name the model does not have is passed over with a warning, as SGLang does: comparing the sets
+of names is the sender's job.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import json
+import logging
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from rollout.engine.config import read_config
+from rollout.engine.model import Model
+from store import Ref, StoreError, open_store
+
+log = logging.getLogger(__name__)
+
+# The store's views are read-only and torch knows no such tensor. Nothing here writes to one.
+warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+
+TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def load_checkpoint(model: Model, directory: Path) -> None:
+    """Fill every weight from the safetensors files of `directory`. ValueError when they do not fit this model; then nothing changed."""
+    config = read_config(directory)
+    if config.architecture != model.config.architecture:
+        raise ValueError(
+            f"{directory} holds a {config.architecture}, the engine runs a {model.config.architecture}; start another engine for it"
+        )
+    files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise ValueError(f"{directory} has no *.safetensors file; save the checkpoint with safe serialization")
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        try:
+            tensors |= load_file(file)
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{file} cannot be read ({error}); copy the checkpoint again") from error
+    missing = sorted(model.weights.keys() - tensors.keys())
+    if missing:
+        raise ValueError(f"{directory} lacks {len(missing)} weights of a {config.architecture}, the first is {missing[0]}; save it whole")
+    # A checkpoint may be stored in another dtype than the engine computes in, and may repeat a tied head.
+    copy_weights(model, {name: tensors[name].to(model.dtype) for name in model.weights})
+
+
+def copy_weights(model: Model, tensors: Mapping[str, Tensor]) -> None:
+    """Copy each tensor into the weight of its name, all or nothing. ValueError for a shape or dtype that does not fit."""
+    known = {name: tensor for name, tensor in tensors.items() if name in model.weights}
+    for name in tensors.keys() - known.keys():
+        log.warning("weight update: the model has no parameter %r; SGLang passes it over, and so does this engine", name)
+    for name, tensor in known.items():
+        target = model.weights[name]
+        if tensor.shape != target.shape or tensor.dtype != target.dtype:
+            raise ValueError(
+                f"{name} arrived as {_words(tensor)}, the engine holds {_words(target)}; nothing was copied. Send what it holds"
+            )
+    for name, tensor in known.items():
+        model.weights[name].copy_(tensor)
+
+
+def copy_stored_weights(model: Model, entries: list[str]) -> None:
+    """`entries`: one base64 JSON of a store Ref a rank, so exactly one here. Raises ValueError, for what the store says too."""
+    if len(entries) != 1:
+        raise ValueError(
+            f"serialized_named_tensors has {len(entries)} entries; this engine is one rank and takes one, the base64 of a store reference"
+        )
+    try:
+        wire = json.loads(base64.b64decode(entries[0], validate=True))
+    except (binascii.Error, ValueError) as error:
+        raise ValueError(f"serialized_named_tensors[0] is not base64 of a store reference's JSON ({error})") from error
+    ref = Ref.from_wire(wire)
+    try:
+        with open_store(ref.location).open(ref) as lease:
+            copy_weights(model, {name: _tensor(column, lease.dtypes[name]) for name, column in lease.items()})
+    except StoreError as error:
+        raise ValueError(
+            f"the bucket {ref.key!r} cannot be read ({type(error).__name__}: {error}); put it again and send the new reference"
+        ) from error
+
+
+def _tensor(column: np.ndarray, dtype: str) -> Tensor:
+    """A tensor over the column's own memory, which copy_ reads once."""
+    tensor = torch.from_numpy(column)
+    return tensor.view(torch.bfloat16) if dtype == "bfloat16" else tensor
+
+
+def checksums(model: Model) -> dict[str, str]:
+    """Hugging Face name → sha256 of the weight's contiguous bytes, in the dtype it is held in."""
+    return {name: hashlib.sha256(_raw(tensor).data).hexdigest() for name, tensor in model.weights.items()}
+
+
+def overall_checksum(sums: Mapping[str, str]) -> str:
+    return hashlib.sha256("".join(f"{name}={sums[name]}\n" for name in sorted(sums)).encode()).hexdigest()
+
+
+def _raw(tensor: Tensor) -> np.ndarray:
+    return tensor.detach().contiguous().view(torch.uint8).numpy()
+
+
+def _words(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"

@@ -1,0 +1,269 @@
+"""Which engine gets the next request.
+
+Each engine is a slot with a gate. Requests are given to open slots only, to the least loaded, never more than its capacity at once.
+A caller that must wait has a future of its own; whoever makes room (a request that ends, a gate that opens) takes room and hands it
+to the longest waiting caller before anything else runs, so no wake-up can be lost and no one is polled. A slot belongs to one
+incarnation of an engine: a respawned engine gets a new slot, and what the old one still says can be told by its lease.
+
+    register -> starting -> open <-> shut          (the push shuts and opens)
+                    |         |       |
+                    +---------+-------+--> quarantined -> shut     (repair), any -> gone
+"""
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Collection
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+from rollout.answer import EngineError
+from rollout.client import EngineClient
+from rollout.version import Version
+
+State = Literal["starting", "open", "shut", "quarantined", "gone"]
+
+NEXT_STATES: dict[State, tuple[State, ...]] = {
+    "starting": ("open", "shut", "quarantined", "gone"),
+    "open": ("shut", "quarantined", "gone"),
+    "shut": ("open", "quarantined", "gone"),
+    "quarantined": ("shut", "gone"),
+    "gone": (),
+}
+
+
+class EngineSlot:
+    """One life of one engine. Only the pool writes to it."""
+
+    def __init__(self, engine_id: str, client: EngineClient, incarnation: int, capacity: int, monotonic: Callable[[], float]) -> None:
+        self.engine_id = engine_id
+        self.client = client
+        self.incarnation = incarnation
+        self.capacity = capacity
+        self.state: State = "starting"
+        self.reason = "registered, not verified yet"
+        self.verified: Version | None = None
+        self.open_requests = 0
+        self.served_requests = 0
+        self._monotonic = monotonic
+        self._busy = Stopwatch(monotonic)
+        self._shut = Stopwatch(monotonic)
+
+    @property
+    def url(self) -> str:
+        return self.client.url
+
+    def clock(self) -> float:
+        """Seconds that pass only while the gate is not shut: what a request's progress is measured by."""
+        return self._monotonic() - self._shut.elapsed_s()
+
+    def busy_s(self) -> float:
+        """For how long, in all, at least one request was open."""
+        return self._busy.elapsed_s()
+
+    def has_room(self) -> bool:
+        return self.state == "open" and self.open_requests < self.capacity
+
+    def _take(self) -> None:
+        self.open_requests += 1
+        self.served_requests += 1
+        self._busy.run(True)
+
+    def _give_back(self) -> None:
+        self.open_requests -= 1
+        self._busy.run(self.open_requests > 0)
+
+    def _go(self, state: State, reason: str) -> None:
+        if self.state == "gone":
+            # An engine may die at any moment: whoever works on it must be ready for that, as for any lost connection.
+            raise EngineError("infrastructure", f"engine {self.engine_id}, incarnation {self.incarnation}, is gone: {self.reason}")
+        if state not in NEXT_STATES[self.state]:
+            raise ValueError(f"engine {self.engine_id} cannot go from {self.state} ({self.reason}) to {state} ({reason})")
+        self.state = state
+        self.reason = reason
+        self._shut.run(state == "shut")
+
+
+@dataclass(frozen=True)
+class Lease:
+    """The right to have one request open on a slot."""
+
+    slot: EngineSlot
+    pool: "EnginePool"
+
+    @property
+    def client(self) -> EngineClient:
+        return self.slot.client
+
+    @property
+    def incarnation(self) -> int:
+        return self.slot.incarnation
+
+    def is_current(self) -> bool:
+        """False when the engine has died or been replaced meanwhile: what this life of it still says is to be ignored."""
+        return self.pool.slots.get(self.slot.engine_id) is self.slot
+
+
+class Waiter:
+    """One caller of `acquire` that has no slot yet."""
+
+    future: "asyncio.Future[EngineSlot]"
+
+    def __init__(self, avoid: Collection[str]) -> None:
+        self.avoid = avoid
+
+
+class EnginePool:
+    """All engines of one policy. Runs on one event loop; every method but `acquire` is immediate."""
+
+    def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self.slots: dict[str, EngineSlot] = {}
+        self._monotonic = monotonic
+        self._gone_busy_s = 0.0
+        self._waiters: OrderedDict[Waiter, None] = OrderedDict()
+
+    def register(self, engine_id: str, client: EngineClient, incarnation: int, capacity: int) -> EngineSlot:
+        """A new engine, or a new life of one. It gets no requests until `open`; the slot of its life before is gone."""
+        old = self.slots.get(engine_id)
+        if old is not None:
+            if incarnation <= old.incarnation:
+                raise ValueError(f"engine {engine_id}: incarnation {incarnation} is not newer than {old.incarnation}")
+            self.gone(old, f"replaced by incarnation {incarnation}")
+        if capacity < 1:
+            raise ValueError(f"engine {engine_id}: capacity must be at least 1 request, not {capacity}")
+        slot = EngineSlot(engine_id, client, incarnation, capacity, self._monotonic)
+        self.slots[engine_id] = slot
+        return slot
+
+    def open(self, slot: EngineSlot, verified: Version) -> None:
+        """Let requests in: the engine was seen to carry `verified`."""
+        if verified.incarnation != slot.incarnation:
+            raise ValueError(f"engine {slot.engine_id} is incarnation {slot.incarnation}, but {verified} was verified on another one")
+        slot._go("open", f"serves {verified}")
+        slot.verified = verified
+        self._hand_out()
+
+    def shut(self, slot: EngineSlot, reason: str) -> None:
+        """No new requests. Those that are open stay, and their clock stands still until the gate opens."""
+        slot._go("shut", reason)
+
+    def quarantine(self, slot: EngineSlot, reason: str) -> None:
+        """Not to be trusted. The clock of its open requests runs again, so that they end and go elsewhere."""
+        slot._go("quarantined", reason)
+        slot.verified = None
+
+    def gone(self, slot: EngineSlot, reason: str) -> None:
+        """This life of the engine is over."""
+        slot._go("gone", reason)
+        slot.verified = None
+        if self.slots.get(slot.engine_id) is slot:
+            del self.slots[slot.engine_id]
+            self._gone_busy_s += slot.busy_s()
+            self._hand_out()  # somebody may have waited for this engine's sake, avoiding another
+
+    @asynccontextmanager
+    async def acquire(self, deadline_s: float, reason: str, *, avoid: Collection[str] = ()) -> AsyncIterator[Lease]:
+        """Wait for room on the least loaded open engine; TimeoutError after `deadline_s`, saying what was in the way.
+
+        `avoid` names engines that just failed this request: they get it only when no other engine is open.
+        """
+        slot = await self._wait(deadline_s, reason, avoid)
+        try:
+            yield Lease(slot, self)
+        finally:
+            self._return(slot)
+
+    async def _wait(self, deadline_s: float, reason: str, avoid: Collection[str]) -> EngineSlot:
+        waiter = Waiter(avoid)
+        try:
+            async with asyncio.timeout(deadline_s):
+                slot = await self._next_slot(waiter)
+                while slot.state != "open":  # the gate was shut after the hand-over and before this caller ran
+                    self._return(slot)
+                    slot = await self._next_slot(waiter, first=True)
+                return slot
+        except TimeoutError:
+            raise TimeoutError(f"{reason}: no engine was free within {deadline_s:g} s; {self.why()}") from None
+
+    async def _next_slot(self, waiter: Waiter, *, first: bool = False) -> EngineSlot:
+        waiter.future = asyncio.get_running_loop().create_future()
+        self._waiters[waiter] = None
+        self._waiters.move_to_end(waiter, last=not first)
+        self._hand_out()
+        try:
+            return await waiter.future
+        except asyncio.CancelledError:
+            # A slot may have been handed over in the very turn of the loop in which this caller was cancelled or ran out of time.
+            if waiter.future.done() and not waiter.future.cancelled():
+                self._return(waiter.future.result())
+            self._waiters.pop(waiter, None)
+            raise
+
+    def _return(self, slot: EngineSlot) -> None:
+        slot._give_back()
+        self._hand_out()
+
+    def _hand_out(self) -> None:
+        """Give all the room there is to those who wait, oldest first. Room is taken here, before the caller runs."""
+        for waiter in list(self._waiters) if self._has_room() else ():
+            slot = self._best(waiter.avoid)
+            if slot is not None:
+                slot._take()
+                waiter.future.set_result(slot)
+                del self._waiters[waiter]
+                if not self._has_room():
+                    return
+
+    def _has_room(self) -> bool:
+        return any(slot.has_room() for slot in self.slots.values())
+
+    def _best(self, avoid: Collection[str]) -> EngineSlot | None:
+        open_slots = [slot for slot in self.slots.values() if slot.state == "open"]
+        wanted = [slot for slot in open_slots if slot.engine_id not in avoid] or open_slots
+        free = [slot for slot in wanted if slot.has_room()]
+        return min(free, key=lambda slot: (slot.open_requests / slot.capacity, slot.served_requests), default=None)
+
+    @property
+    def serving_version(self) -> int | None:
+        """The lowest verified version among engines open to dispatch; None while there is none."""
+        return min((slot.verified.version for slot in self.slots.values() if slot.state == "open" and slot.verified), default=None)
+
+    def why(self) -> str:
+        """Why a request has to wait now, in words."""
+        if not self.slots:
+            return "no engine is registered"
+        open_slots = [slot for slot in self.slots.values() if slot.state == "open"]
+        if open_slots:
+            return f"{len(open_slots)} of {len(self.slots)} engines are open, with {sum(s.open_requests for s in open_slots)} requests"
+        return "no engine is open: " + "; ".join(f"{slot.engine_id} is {slot.state} ({slot.reason})" for slot in self.slots.values())
+
+    def gauges(self) -> dict[str, float]:
+        slots = list(self.slots.values())
+        states = {f"headrace_rollout_engines_{state}_count": 0.0 for state in NEXT_STATES if state != "gone"}
+        for slot in slots:
+            states[f"headrace_rollout_engines_{slot.state}_count"] += 1
+        return states | {
+            "headrace_rollout_requests_open_count": float(sum(slot.open_requests for slot in slots)),
+            "headrace_rollout_requests_waiting_count": float(len(self._waiters)),
+            "headrace_rollout_busy_s": self._gone_busy_s + sum(slot.busy_s() for slot in slots),
+        }
+
+
+class Stopwatch:
+    """Adds up the time during which it was told to run."""
+
+    def __init__(self, monotonic: Callable[[], float]) -> None:
+        self._monotonic = monotonic
+        self._total_s = 0.0
+        self._since_s: float | None = None
+
+    def run(self, on: bool) -> None:
+        if on and self._since_s is None:
+            self._since_s = self._monotonic()
+        elif not on and self._since_s is not None:
+            self._total_s += self._monotonic() - self._since_s
+            self._since_s = None
+
+    def elapsed_s(self) -> float:
+        return self._total_s + (0.0 if self._since_s is None else self._monotonic() - self._since_s)

@@ -1,0 +1,27 @@
+"""Typed columns by key: put once, read without copying, gone when the last reader lets go.
+
+Embedded, the bytes lie in files under /dev/shm. The interface is that of `store.base.Store`, so that a store of many hosts can take over.
+"""
+
+from store.base import Column, Damaged, Exists, Full, Gone, Lease, Ref, Store, StoreError, StoreStats, Unavailable, Value
+from store.embedded import EmbeddedStore, default_root, open_store
+from store.format import occupied_bytes
+
+__all__ = [
+    "Column",
+    "Damaged",
+    "EmbeddedStore",
+    "Exists",
+    "Full",
+    "Gone",
+    "Lease",
+    "Ref",
+    "Store",
+    "StoreError",
+    "StoreStats",
+    "Unavailable",
+    "Value",
+    "default_root",
+    "occupied_bytes",
+    "open_store",
+]

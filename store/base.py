@@ -1,0 +1,140 @@
+"""What every store promises, whatever holds the bytes.
+
+A key is written once and never changes. A read is the whole object or an error, never a part and never None. `free` takes the key away
+at once; the bytes go when the last view of them does, or when the process that holds it dies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+import numpy as np
+
+
+class StoreError(Exception):
+    """Anything a store refuses or cannot do."""
+
+
+class Exists(StoreError):
+    """The key is taken: objects are written once."""
+
+
+class Full(StoreError):
+    """The object would not fit. Nothing was written."""
+
+
+class Gone(StoreError):
+    """No such object: it was freed, or never put."""
+
+
+class Unavailable(StoreError):
+    """The store itself cannot be used just now."""
+
+
+class Damaged(Unavailable):
+    """The bytes are not an object of this version of the store (foreign, cut short, newer)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """Names one object. `size_bytes` is what it takes up in the store, the unit of `StoreStats.used_bytes`."""
+
+    key: str
+    size_bytes: int
+    location: str
+
+    def to_wire(self) -> dict[str, Any]:
+        return {"key": self.key, "size_bytes": self.size_bytes, "location": self.location}
+
+    @classmethod
+    def from_wire(cls, wire: Mapping[str, Any]) -> Ref:
+        try:
+            return cls(key=str(wire["key"]), size_bytes=int(wire["size_bytes"]), location=str(wire["location"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"not a reference to a stored object: {wire!r}; it needs key, size_bytes and location") from error
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Column:
+    """An array with the name of its dtype, for the one dtype numpy lacks: bfloat16, its bits held as uint16."""
+
+    data: np.ndarray
+    dtype: str
+
+
+Value = np.ndarray | np.generic | Column
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStats:
+    objects: int
+    used_bytes: int
+    capacity_bytes: int
+
+
+class Lease(Mapping[str, np.ndarray]):
+    """Read-only views of one object's columns. `dtypes` names each column's dtype (bfloat16 is viewed as uint16).
+
+    The views hold the memory, not the lease: one kept past `close` (or past `free`) is still safe, and its bytes still count.
+    """
+
+    def __init__(self, ref: Ref, views: dict[str, np.ndarray], dtypes: dict[str, str]) -> None:
+        self.ref = ref
+        self.dtypes: Mapping[str, str] = dtypes
+        self._views: dict[str, np.ndarray] | None = views
+
+    def _open_views(self) -> dict[str, np.ndarray]:
+        if self._views is None:
+            raise ValueError(f"the lease of {self.ref.key!r} is closed; take the columns before closing it, or open it again")
+        return self._views
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return self._open_views()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._open_views())
+
+    def __len__(self) -> int:
+        return len(self._open_views())
+
+    def close(self) -> None:
+        self._views = None
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+class Store(Protocol):
+    """The verbs. Any process may put and open; the owner of the objects frees, parks and unparks."""
+
+    @property
+    def location(self) -> str: ...
+
+    def put(self, key: str, columns: Mapping[str, Value]) -> Ref:
+        """Raises Exists, Full, Unavailable; ValueError for a key or a column that cannot be stored."""
+        ...
+
+    def open(self, ref: Ref, columns: Iterable[str] | None = None) -> Lease:
+        """Raises Gone, Unavailable, Damaged; ValueError for a column the object does not have."""
+        ...
+
+    def free(self, refs: Iterable[Ref]) -> None:
+        """Idempotent. Raises Unavailable."""
+        ...
+
+    def stats(self) -> StoreStats: ...
+
+    def park(self, directory: Path) -> int:
+        """Moves every object to `directory` on disk, all or nothing; returns how many."""
+        ...
+
+    def unpark(self, directory: Path) -> int:
+        """Moves parked objects back; returns how many were missing here. Nothing parked is not an error."""
+        ...

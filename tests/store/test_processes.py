@@ -1,0 +1,243 @@
+"""The embedded store between real processes, some of which die."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from store import EmbeddedStore, Exists, Gone, Ref, Unavailable
+from store.account import Account
+
+Child = subprocess.Popen[str]
+Spawn = Callable[..., Child]
+
+READER = """
+import sys, json
+from store import Ref, open_store
+ref = Ref.from_wire(json.loads(sys.argv[1]))
+lease = open_store(ref.location).open(ref)
+print(int(lease["a"].sum()), flush=True)
+sys.stdin.readline()
+print(int(lease["a"].sum()), flush=True)
+sys.stdin.readline()
+"""
+
+# Stops for ever at the named step of a put, so that it can be killed exactly there.
+WRITER = """
+import os, sys, time
+from pathlib import Path
+import numpy as np
+import store.embedded
+from store.account import Account
+from store import EmbeddedStore
+def stop(*_):
+    print("there", flush=True)
+    time.sleep(600)
+step = sys.argv[2]
+if step == "write":
+    store.embedded._write_all = stop
+elif step == "link":
+    os.link = stop
+elif step == "unlink":
+    link = os.link
+    os.link = lambda *names: (link(*names), stop())
+elif step == "account":
+    write, calls = Account._write, []
+    Account._write = staticmethod(lambda *facts, **more: stop() if calls else (calls.append(1), write(*facts, **more)))
+EmbeddedStore(Path(sys.argv[1])).put("k", {"a": np.ones(100_000)})
+"""
+
+
+def say_line(child: Child) -> str:
+    assert child.stdout is not None
+    return child.stdout.readline().strip()
+
+
+def wire(ref: Ref) -> str:
+    return f'{{"key": "{ref.key}", "size_bytes": {ref.size_bytes}, "location": "{ref.location}"}}'
+
+
+def test_B3_free_while_another_process_reads_leaves_its_view_whole(store: EmbeddedStore, spawn: Spawn) -> None:
+    ref = store.put("k", {"a": np.arange(1000)})
+    reader = spawn(READER, wire(ref))
+    assert say_line(reader) == "499500"
+    store.free([ref])
+    with pytest.raises(Gone):
+        store.open(ref)
+    assert store.stats().used_bytes == ref.size_bytes
+    assert reader.stdin is not None
+    reader.stdin.write("\n")
+    assert say_line(reader) == "499500"
+
+
+@pytest.mark.parametrize("freed_first", [True, False])
+def test_B3_bytes_come_back_when_the_reader_is_killed(store: EmbeddedStore, spawn: Spawn, freed_first: bool) -> None:
+    ref = store.put("k", {"a": np.arange(1000)})
+    reader = spawn(READER, wire(ref))
+    say_line(reader)
+    if freed_first:
+        store.free([ref])
+    reader.kill()
+    reader.wait(10)
+    if not freed_first:
+        store.free([ref])
+    assert (store.stats().objects, store.stats().used_bytes) == (0, 0)
+
+
+@pytest.mark.parametrize("step", ["account", "write", "link"])
+def test_a_writer_killed_before_publishing_leaves_neither_object_nor_bytes(
+    store: EmbeddedStore, root: Path, spawn: Spawn, step: str
+) -> None:
+    other = store.put("other", {"a": np.ones(200_000)})
+    writer = spawn(WRITER, root, step)
+    assert say_line(writer) == "there"
+    if step != "account":
+        assert store.stats().used_bytes > other.size_bytes + 800_000
+        with pytest.raises(Gone):
+            store.open(Ref("k", 1, store.location))
+    writer.kill()
+    writer.wait(10)
+    assert (store.stats().objects, store.stats().used_bytes) == (1, other.size_bytes)
+    assert not list((root / "temp").iterdir())
+    store.put("k", {"a": np.ones(1)})
+
+
+def test_a_writer_killed_just_after_publishing_leaves_a_whole_object_counted_once(store: EmbeddedStore, root: Path, spawn: Spawn) -> None:
+    writer = spawn(WRITER, root, "unlink")
+    assert say_line(writer) == "there"
+    ref = store.ref("k")
+    assert store.open(ref)["a"].sum() == 100_000
+    assert EmbeddedStore(root, 8 << 20).stats().used_bytes == ref.size_bytes
+    writer.kill()
+    writer.wait(10)
+    assert (store.stats().objects, store.stats().used_bytes) == (1, ref.size_bytes)
+    assert EmbeddedStore(root, 8 << 20).stats().used_bytes == ref.size_bytes
+    store.free([ref])
+    assert (store.stats().objects, store.stats().used_bytes) == (0, 0)
+
+
+def test_a_reader_that_races_puts_and_frees_is_never_shown_a_part(store: EmbeddedStore, root: Path, spawn: Spawn) -> None:
+    """Torn reads are impossible: whatever a racing reader sees under the key is the whole object."""
+    code = """
+import sys
+from pathlib import Path
+import numpy as np
+from store import EmbeddedStore
+store = EmbeddedStore(Path(sys.argv[1]))
+ref = None
+for turn in range(1, 201):
+    if ref:
+        store.free([ref])
+    ref = store.put("hot", {"a": np.full(50_000, turn)})
+print("done", flush=True)
+"""
+    writer = spawn(code, root)
+    seen, misses = set(), 0
+    while writer.poll() is None and 200 not in seen:
+        try:
+            with store.open(Ref("hot", 1, store.location)) as lease:
+                values = np.unique(lease["a"])
+            assert len(values) == 1, "a torn read"
+            seen.add(int(values[0]))
+        except Gone:
+            misses += 1
+    assert len(seen) > 1
+
+
+def test_a_race_of_processes_for_one_key_has_one_winner(store: EmbeddedStore, root: Path, spawn: Spawn) -> None:
+    code = """
+import os, sys
+from pathlib import Path
+import numpy as np
+from store import EmbeddedStore, Exists
+store = EmbeddedStore(Path(sys.argv[1]))
+print("ready", flush=True)
+sys.stdin.readline()
+won = 0
+for turn in range(50):
+    try:
+        store.put(f"k{turn}", {"pid": np.int64(os.getpid())})
+        won += 1
+    except Exists:
+        pass
+print(won, flush=True)
+"""
+    racers = [spawn(code, root) for _ in range(2)]
+    for racer in racers:
+        say_line(racer)
+    for racer in racers:
+        assert racer.stdin is not None
+        racer.stdin.write("\n")
+    assert sum(int(say_line(racer)) for racer in racers) == 50
+    assert (store.stats().objects, store.stats().used_bytes) == (50, 50 * 4096)
+    with pytest.raises(Exists):
+        store.put("k0", {})
+
+
+def test_B2_capacity_is_shared_by_all_processes(root: Path, spawn: Spawn) -> None:
+    code = """
+import sys
+from pathlib import Path
+import numpy as np
+from store import EmbeddedStore, Full
+store = EmbeddedStore(Path(sys.argv[1]))
+put = 0
+try:
+    while True:
+        store.put(f"{sys.argv[2]}/{put}", {"a": np.zeros(100)})
+        put += 1
+except Full:
+    print(put, flush=True)
+"""
+    store = EmbeddedStore(root, 60 * 4096)
+    writers = [spawn(code, root, name) for name in "ab"]
+    assert sum(int(say_line(writer)) for writer in writers) == 60
+    assert store.stats().used_bytes == 60 * 4096
+    store.remove()
+
+
+def test_an_owner_that_attaches_again_repairs_the_account(store: EmbeddedStore, root: Path) -> None:
+    ref = store.put("k", {"a": np.zeros(100)})
+    (root / "account").write_bytes(b"")
+    assert EmbeddedStore(root, 1 << 20).stats().used_bytes == ref.size_bytes
+    (root / "temp" / "left").write_bytes(b"x" * 5000)
+    assert EmbeddedStore(root, 2 << 20).stats() == store.stats()
+    assert store.stats().used_bytes == ref.size_bytes and store.stats().capacity_bytes == 2 << 20
+
+
+def test_L1_a_stopped_process_that_holds_the_account_is_waited_for_only_so_long(store: EmbeddedStore, root: Path, spawn: Spawn) -> None:
+    writer = spawn(WRITER, root, "account")
+    say_line(writer)
+    os.kill(writer.pid, signal.SIGSTOP)
+    with (
+        pytest.raises(Unavailable, match=r"held the lock of .* for 0.05 s"),
+        Account(root / "account", lambda: 0, deadline_s=0.05).locked(),
+    ):
+        pass
+
+
+def test_a_reader_forked_from_another_holds_its_lease_alone(store: EmbeddedStore) -> None:
+    """Ranks are forked from a warm parent that may hold views."""
+    ref = store.put("k", {"a": np.arange(10)})
+    lease = store.open(ref)
+    hold, told = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(told[1], b"x")
+        os.read(hold[0], 1)
+        os._exit(0 if lease["a"].sum() == 45 else 1)
+    os.read(told[0], 1)
+    lease.close()
+    store.free([ref])
+    assert store.stats().used_bytes == ref.size_bytes
+    os.write(hold[1], b"x")
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert store.stats().used_bytes == 0
+    for handle in (*hold, *told):
+        os.close(handle)

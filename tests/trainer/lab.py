@@ -1,0 +1,248 @@
+"""A warm process that does the tests' heavy work: torch, Megatron and transformers are imported once, every job is a fork.
+
+Jobs come as JSON lines on stdin, answers go out as JSON lines; arrays travel as .npz files. A job on a layout forks its ranks, which run
+the product's own code; the reference is plain transformers and torch, each row alone, written without a look at the product.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+answers = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM  # noqa: E402
+
+from store import open_store  # noqa: E402
+from trainer import cpu, export, main, rank  # noqa: E402  (installs the CPU shim before megatron comes in)
+from trainer.group import Group  # noqa: E402
+from trainer.model import build  # noqa: E402
+from trainer.spec import TrainerSpec  # noqa: E402
+from trainer.step import Stepper  # noqa: E402
+from trainer.wire import PlanRow, TrainRequest  # noqa: E402
+
+assert rank.REQUESTS
+
+
+def make_models(directory: str) -> dict[str, str]:
+    """Tiny models with random weights; norms too, so that a norm left out shows."""
+    shape: dict[str, Any] = {
+        "vocab_size": 96,
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    shape |= {"intermediate_size": 96, "max_position_embeddings": 256, "initializer_range": 0.1}
+    demo: dict[str, Any] = {
+        "vocab_size": 259,
+        "hidden_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    }
+    demo |= {"head_dim": 64, "intermediate_size": 384, "max_position_embeddings": 256}
+
+    def rope(theta: float) -> Any:
+        return {"rope_type": "default", "rope_theta": theta}
+
+    kinds: dict[str, tuple[Any, Any]] = {
+        "qwen3": (Qwen3ForCausalLM, Qwen3Config(**shape, head_dim=24, tie_word_embeddings=False, rope_parameters=rope(10000.0))),
+        "qwen3_tied": (Qwen3ForCausalLM, Qwen3Config(**shape, head_dim=16, tie_word_embeddings=True, rope_parameters=rope(50000.0))),
+        "llama": (LlamaForCausalLM, LlamaConfig(**shape, tie_word_embeddings=False, rope_parameters=rope(10000.0))),
+        "llama_tied": (LlamaForCausalLM, LlamaConfig(**shape, tie_word_embeddings=True, rope_parameters=rope(500.0))),
+        "demo": (Qwen3ForCausalLM, Qwen3Config(**demo, tie_word_embeddings=True, rope_parameters=rope(10000.0))),
+    }
+    paths = {}
+    for number, (name, (kind, config)) in enumerate(kinds.items()):
+        torch.manual_seed(number)
+        model = kind(config)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() == 1:
+                    parameter.uniform_(0.5, 1.5)
+        paths[name] = str(Path(directory) / name)
+        model.save_pretrained(paths[name])
+        (Path(paths[name]) / "tokenizer_config.json").write_text("{}")
+    return paths
+
+
+def reference(model_path: str, spec: dict[str, Any], requests: list[dict[str, Any]], out: str) -> dict[str, Any]:
+    """The same steps in plain torch. Saves log-probs before the first step, and gradients and weights after the last."""
+    torch.set_num_threads(1)
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32, attn_implementation="eager").train()
+    loss_spec, opt = spec["loss"], spec["optimizer"]
+    names = dict(model.named_parameters())
+    groups = [
+        {"params": [p for p in names.values() if p.dim() > 1], "weight_decay": opt["weight_decay"]},
+        {"params": [p for p in names.values() if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=0.0, betas=tuple(opt["betas"]), eps=opt["eps"])
+
+    def row_log_probs(row: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        lease = open_store(row["rollout"]["location"]).open(PlanRow(**row).rollout.ref())
+        ids = torch.tensor(lease["input_ids"].astype(np.int64))[None]
+        logits = model(ids, use_cache=False).logits[0, :-1] / float(lease["temperature"])
+        every = logits.log_softmax(-1)
+        return every.gather(1, ids[0, 1:, None])[:, 0], -(every.exp() * every).sum(-1)
+
+    arrays: dict[str, np.ndarray] = {}
+    reports = []
+    for step, request in enumerate(requests):
+        for mini_batch in request["mini_batches"]:
+            rows = [row for ranks in mini_batch["ranks"] for micro in ranks for row in micro]
+            optimizer.zero_grad()
+            total, count, entropy_sum = torch.zeros(()), 0, 0.0
+            for row in rows:
+                lease = open_store(row["rollout"]["location"]).open(PlanRow(**row).rollout.ref())
+                chosen = torch.tensor(np.flatnonzero(lease["response_mask"]))
+                log_probs, entropy = row_log_probs(row)
+                if step == 0:
+                    arrays[f"log_probs/{row['row_id']}"] = log_probs.detach().numpy()
+                ratio = (log_probs[chosen] - torch.tensor(lease["rollout_log_probs"][chosen.numpy()])).exp()
+                bounded = torch.clip(ratio, 1 - loss_spec["clip_low"], 1 + loss_spec["clip_high"])
+                gain = torch.minimum(ratio * row["advantage"], bounded * row["advantage"])
+                total = total - gain.sum()
+                count += len(chosen)
+                entropy_sum += float(entropy[chosen].sum())
+            loss = total / count
+            loss.backward()
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), opt["grad_clip"])
+            for group in optimizer.param_groups:
+                group["lr"] = request["lr"]
+            optimizer.step()
+        reports.append({"loss": float(loss), "grad_norm": float(norm), "entropy": entropy_sum / count, "tokens": count})
+        arrays |= {f"gradients/{step}/{name}": p.grad.numpy().copy() for name, p in names.items()}
+    arrays |= {f"weights/{name}": p.detach().numpy() for name, p in names.items()}
+    np.savez(out, allow_pickle=False, **arrays)
+    return {"reports": reports}
+
+
+def layout(spec: dict[str, Any], requests: list[dict[str, Any]], out: str) -> dict[str, Any]:
+    """The product's steps, on as many forked ranks as the spec has."""
+    facts = TrainerSpec.model_validate(spec)
+    with socket.create_server(("127.0.0.1", 0)) as rendezvous:
+        port = rendezvous.getsockname()[1]
+    result = Path(out).with_suffix(".json")
+    children = []
+    for number in range(facts.world_size):
+        names = {"RANK": number, "WORLD_SIZE": facts.world_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        children.append(_fork(lambda names=names: _layout_rank(facts, names, requests, out, result)))  # type: ignore[misc]
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    if any(codes):
+        raise RuntimeError(f"ranks ended with {codes}")
+    answer: dict[str, Any] = json.loads(result.read_text())
+    return answer
+
+
+def _layout_rank(facts: TrainerSpec, names: dict[str, Any], requests: list[dict[str, Any]], out: str, result: Path) -> None:
+    os.environ.update({name: str(value) for name, value in names.items()})
+    torch.set_num_threads(1)
+    cpu.enter_mode()
+    group = Group(facts)
+    model = build(facts, group, facts.model_path)
+    stepper = Stepper(facts, group, model, lambda: None)
+    arrays: dict[str, np.ndarray] = {}
+    rows = {row.row_id: row for mini in TrainRequest(**requests[0]).mini_batches for row in mini.rows()}
+    arrays |= {f"log_probs/{row_id}": np.array(values) for row_id, values in stepper.log_probs(list(rows.values())).items()}
+    reports = []
+    for step, request in enumerate(requests):
+        reports.append(stepper.train(TrainRequest(**request)).model_dump())
+        weights = [(p, p.detach().clone()) for p in model.chunk.parameters()]
+        for parameter, _ in weights:
+            parameter.data.copy_(parameter.main_grad)
+        arrays |= {f"gradients/{step}/{name}": tensor.numpy().copy() for name, tensor in export.hf_tensors(model)}
+        for parameter, weight in weights:
+            parameter.data.copy_(weight)
+    arrays |= {f"weights/{name}": tensor.numpy().copy() for name, tensor in export.hf_tensors(model)}
+    if group.rank == 0:
+        np.savez(out, allow_pickle=False, **arrays)
+        result.write_text(json.dumps({"reports": reports}))
+    group.agree()
+
+
+def trainer(spec_path: str, log: str) -> dict[str, Any]:
+    """`python -m trainer.main`, without the seconds of its imports. The answer is its pid."""
+
+    def run() -> int:
+        handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(handle, 1)
+        os.dup2(handle, 2)
+        return main.main(["--spec", spec_path])
+
+    return {"pid": _fork(run)}
+
+
+ended: dict[int, int] = {}
+
+
+def wait(pid: int) -> dict[str, Any]:
+    """How a trainer ended; may be asked again."""
+    if pid not in ended:
+        ended[pid] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return {"code": ended[pid]}
+
+
+def _fork(run: Callable[[], int | None]) -> int:
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        main.die_with_parent(os.getppid())
+        os.close(0)
+        code = run() or 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def forked(job: Callable[..., dict[str, Any]], arguments: dict[str, Any]) -> dict[str, Any]:
+    """So that this process itself never runs autograd, and may fork again."""
+    reading, writing = os.pipe()
+
+    def run() -> None:
+        with os.fdopen(writing, "w") as file:
+            json.dump(job(**arguments), file)
+
+    pid = _fork(run)
+    os.close(writing)
+    with os.fdopen(reading) as file:
+        text = file.read()
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    if code:
+        raise RuntimeError(f"{job.__name__} ended with {code}")
+    answer: dict[str, Any] = json.loads(text)
+    return answer
+
+
+def serve() -> None:
+    jobs: dict[str, Callable[..., dict[str, Any]]] = {"layout": layout, "trainer": trainer, "wait": wait}
+    computing: dict[str, Callable[..., dict[str, Any]]] = {"make_models": make_models, "reference": reference}
+    for line in sys.stdin:
+        job = json.loads(line)
+        try:
+            name, arguments = job["name"], job["arguments"]
+            answer = forked(computing[name], arguments) if name in computing else jobs[name](**arguments)
+        except (RuntimeError, OSError, KeyError) as error:
+            answer = {"error": repr(error)}
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    serve()

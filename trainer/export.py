@@ -1,0 +1,106 @@
+"""The weights on their way out, under Hugging Face's names.
+
+Pipeline: every rank drains mbridge's generator (each tensor is a collective) → rank 0 checks that a tensor is finite → tensors gather in a
+bucket until the next would not fit → the bucket becomes one object of the store. What a bucket holds is a copy: the trainer may go on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from store import Column, Exists, Ref, StoreError, open_store
+from trainer.group import Group
+from trainer.model import Model
+from trainer.wire import TensorFacts, WireRef
+
+
+def hf_tensors(model: Model) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and contiguous tensor, each name once (a tied embedding is one). All ranks together, to the end.
+
+    A tensor may share memory with the weights: use it before the next step.
+    """
+    seen = set()
+    with torch.no_grad():
+        for name, tensor in model.bridge.export_weights([model.chunk]):
+            if name not in seen:
+                seen.add(name)
+                yield name, tensor.detach().contiguous()
+
+
+def write_buckets(
+    model: Model, group: Group, store_location: str, key_prefix: str, bucket_bytes: int
+) -> tuple[list[WireRef], dict[str, TensorFacts]]:
+    """Buckets of whole tensors, at most `bucket_bytes` each unless one tensor alone is larger; keys `key_prefix/0`, `/1`, ...
+
+    Written by rank 0; the other ranks return nothing. Raises Refused on all ranks when a tensor is not finite or the store will not take
+    a bucket; what was written before that is freed.
+    """
+    writer = _Buckets(store_location, key_prefix, bucket_bytes) if group.rank == 0 else None
+    for name, tensor in hf_tensors(model):
+        if writer is not None:
+            writer.add(name, tensor)
+    if writer is not None:
+        writer.flush()
+    group.agree(writer.fault if writer is not None else None)
+    return ([WireRef.of(ref) for ref in writer.refs], writer.facts) if writer is not None else ([], {})
+
+
+class _Buckets:
+    """A fault is kept, not raised: the generator must be drained on every rank before all can refuse together."""
+
+    def __init__(self, location: str, key_prefix: str, bucket_bytes: int) -> None:
+        self._location, self._key_prefix, self._bucket_bytes = location, key_prefix, bucket_bytes
+        self._columns: dict[str, np.ndarray | Column] = {}
+        self._used = 0
+        self.refs: list[Ref] = []
+        self.facts: dict[str, TensorFacts] = {}
+        self.fault: tuple[int, str] | None = None
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        if self.fault:
+            return
+        if not bool(torch.isfinite(tensor).all()):
+            return self._fail(409, f"the weights are not finite: {name} holds NaN or infinity. Resume from the last checkpoint")
+        if self._columns and self._used + tensor.nbytes > self._bucket_bytes:
+            self.flush()
+        column, dtype = as_column(tensor)
+        data = column.data if isinstance(column, Column) else column
+        digest = hashlib.sha256(data.data).hexdigest()
+        self.facts[name] = TensorFacts(shape=list(tensor.shape), dtype=dtype, sha256=digest)
+        self._columns[name] = column
+        self._used += tensor.nbytes
+
+    def flush(self) -> None:
+        if self.fault or not self._columns:
+            return
+        key = f"{self._key_prefix}/{len(self.refs)}"
+        try:
+            self.refs.append(self._put(key))
+        except StoreError as error:
+            self._fail(507, f"the store would not take {key}: {error}")
+        self._columns, self._used = {}, 0
+
+    def _put(self, key: str) -> Ref:
+        store = open_store(self._location)
+        try:
+            return store.put(key, self._columns)
+        except Exists:
+            # From an earlier attempt at the same snapshot, whose end nobody saw.
+            store.free([Ref(key, 0, self._location)])
+            return store.put(key, self._columns)
+
+    def _fail(self, status: int, message: str) -> None:
+        self.fault = (status, message)
+        if self.refs:
+            open_store(self._location).free(self.refs)
+
+
+def as_column(tensor: torch.Tensor) -> tuple[np.ndarray | Column, str]:
+    """A CPU tensor as the store takes it, and its dtype's name."""
+    if tensor.dtype == torch.bfloat16:
+        return Column(tensor.view(torch.uint16).numpy(), "bfloat16"), "bfloat16"
+    return tensor.numpy(), str(tensor.dtype).removeprefix("torch.")

@@ -1,0 +1,335 @@
+"""Megatron-core's GPTModel from a Hugging Face checkpoint, without TransformerEngine.
+
+Our own torch modules stand where TransformerEngine's would, under the same parameter names, so that mbridge's mappings (and checkpoints)
+fit both. Attention works on packed sequences (`thd`): rows of one length that stand next to each other are one batched call, so `rows.py`
+sorts them by length and nothing is padded.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from mbridge.core.bridge import _MODEL_REGISTRY
+from mbridge.core.safetensor_io import SafeTensorIO
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.layers import set_defaults_if_not_set_tensor_model_parallel_attributes
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from transformers import AutoConfig
+
+from trainer.group import Group
+from trainer.spec import TrainerSpec
+
+SUPPORTED = ("llama", "qwen2", "qwen3")
+"""Model types whose bridge and layer specification are tested."""
+
+_ON_CPU = {
+    "use_cpu_initialization": True,
+    "persist_layer_norm": False,
+    "bias_activation_fusion": False,
+    "bias_dropout_fusion": False,
+    "masked_softmax_fusion": False,
+    "gradient_accumulation_fusion": False,
+    "apply_rope_fusion": False,
+}
+
+
+class RMSNorm(torch.nn.Module):
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+
+
+class NormColumnParallelLinear(ColumnParallelLinear):
+    """A norm and the linear after it as one module, as TransformerEngine has it: `layer_norm_weight` beside `weight`."""
+
+    def __init__(self, input_size: int, output_size: int, *, config: Any, **kwargs: Any) -> None:
+        super().__init__(input_size, output_size, config=config, **kwargs)
+        self.layer_norm_weight = torch.nn.Parameter(torch.ones(input_size, dtype=config.params_dtype))
+        self.layer_norm_weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        normed = F.rms_norm(x, (x.shape[-1],), self.layer_norm_weight, self.config.layernorm_epsilon)
+        return super().forward(normed, *args, **kwargs)
+
+
+class _GatherCP(torch.autograd.Function):
+    """[s, ...] on each rank -> [cp, s, ...] on all. The gather of torch.distributed.nn has a wrong backward in gloo subgroups."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
+        gathered = x.new_empty((group.size(), *x.shape))
+        dist.all_gather(list(gathered.unbind(0)), x.contiguous(), group=group)
+        return gathered
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        gradient = gradient.contiguous()
+        dist.all_reduce(gradient, group=ctx.group)
+        return gradient[ctx.group.rank()].clone(), None
+
+
+def zigzag(length: int, cp_size: int, cp_rank: int) -> np.ndarray:
+    """The positions of a sequence that a context-parallel rank holds: one slice from the front, its mirror from the back, so that causal
+    attention costs every rank the same. `length` is a multiple of 2·cp_size. [length / cp_size]"""
+    if cp_size == 1:
+        return np.arange(length)
+    slice_length = length // (2 * cp_size)
+    front = np.arange(cp_rank * slice_length, (cp_rank + 1) * slice_length)
+    back = np.arange((2 * cp_size - 1 - cp_rank) * slice_length, (2 * cp_size - cp_rank) * slice_length)
+    return np.concatenate([front, back])
+
+
+class PackedAttention(torch.nn.Module):
+    """Causal attention inside each sequence of a pack; grouped-query heads."""
+
+    def __init__(
+        self, config: Any, layer_number: int, attn_mask_type: Any, attention_type: str, *, pg_collection: Any = None, **_: Any
+    ) -> None:
+        super().__init__()
+        self.cp_group = pg_collection.cp if pg_collection is not None else parallel_state.get_context_parallel_group()
+        self.scale = config.kv_channels**-0.5
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: Any,
+        *,
+        packed_seq_params: PackedSeqParams,
+        **_: Any,
+    ) -> torch.Tensor:
+        """query [t, heads, dim], key and value [t, groups, dim] -> [t, heads * dim]; t is this rank's share of the pack."""
+        lengths = packed_seq_params.cu_seqlens_q.diff().tolist()
+        cp_size = self.cp_group.size()
+        gathered = _GatherCP.apply(torch.stack([key, value], dim=1), self.cp_group) if cp_size > 1 else None
+        outputs, start = [], 0
+        for length, count in runs(lengths):
+            rows = count * length // cp_size
+            share = slice(start, start + rows)
+            start += rows
+            q = query[share].view(count, length // cp_size, *query.shape[1:]).transpose(1, 2)
+            if gathered is None:
+                k, v = (x[share].view(count, length, *x.shape[1:]).transpose(1, 2) for x in (key, value))
+                mask = None
+            else:
+                where = [torch.from_numpy(zigzag(length, cp_size, rank)) for rank in range(cp_size)]
+                both = gathered[:, share].unflatten(1, (count, length // cp_size))  # [cp, count, length/cp, 2, groups, dim]
+                k, v = both.permute(3, 1, 4, 0, 2, 5).flatten(3, 4).unbind(0)
+                mask = where[self.cp_group.rank()][:, None] >= torch.cat(where)[None, :]
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=True)
+            outputs.append(out.transpose(1, 2).reshape(rows, -1))
+        return torch.cat(outputs)
+
+
+def runs(lengths: list[int]) -> list[tuple[int, int]]:
+    """(length, how many in a row) for each stretch of equal lengths."""
+    found: list[tuple[int, int]] = []
+    for length in lengths:
+        if found and found[-1][0] == length:
+            found[-1] = (length, found[-1][1] + 1)
+        else:
+            found.append((length, 1))
+    return found
+
+
+def layer_spec(config: Any) -> ModuleSpec:
+    """One dense decoder layer; the norms sit inside the linears that follow them."""
+    qk_norm = RMSNorm if config.qk_layernorm else IdentityOp
+    attention = SelfAttentionSubmodules(
+        linear_qkv=NormColumnParallelLinear,
+        core_attention=PackedAttention,
+        linear_proj=RowParallelLinear,
+        q_layernorm=qk_norm,
+        k_layernorm=qk_norm,
+    )
+    mlp = MLPSubmodules(linear_fc1=NormColumnParallelLinear, linear_fc2=RowParallelLinear)
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            self_attention=ModuleSpec(module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention),
+            self_attn_bda=get_bias_dropout_add,
+            mlp=ModuleSpec(module=MLP, submodules=mlp),
+            mlp_bda=get_bias_dropout_add,
+        ),
+    )
+
+
+@lru_cache(maxsize=8)
+def bridge_class(model_type: str) -> type:
+    """mbridge's class for this model type, with what it lacks on a CPU and with transformers 5."""
+    if model_type not in SUPPORTED:
+        raise ValueError(f"model type {model_type!r} is not supported; supported are {', '.join(SUPPORTED)}")
+    upstream: Any = _MODEL_REGISTRY[model_type]
+
+    class CPUBridge(upstream):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            # Upstream writes the tied mapping into a dict of the class, where a later untied model would find it.
+            self._DIRECT_MAPPING = dict(upstream._DIRECT_MAPPING)
+            super().__init__(*args, **kwargs)
+
+        def _build_base_config(self, text_config_key: str | None = None, **kwargs: Any) -> Any:
+            return super()._build_base_config(text_config_key, **{**kwargs, **_ON_CPU})
+
+        def _adjust_mapping_for_shared_weights(self) -> None:
+            if self.hf_config.tie_word_embeddings:
+                self._DIRECT_MAPPING["output_layer.weight"] = "model.embed_tokens.weight"
+
+        def _get_transformer_layer_spec(self, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+            layers = get_num_layers_to_build(self.config, vp_stage=vp_stage)
+            return TransformerBlockSubmodules(layer_specs=[layer_spec(self.config)] * layers, layer_norm=RMSNorm)
+
+        def _get_gptmodel_args(self) -> dict[str, Any]:
+            return {
+                "vocab_size": self.hf_config.vocab_size,
+                "max_sequence_length": self.hf_config.max_position_embeddings,
+                "position_embedding_type": "rope",
+                "rotary_base": rope_theta(self.hf_config),
+            }
+
+    return CPUBridge
+
+
+def rope_theta(hf_config: Any) -> float:
+    """The base of plain rotary embeddings. Raises ValueError for a scaled kind, which would be silently wrong."""
+    parameters = getattr(hf_config, "rope_parameters", None) or {}
+    kind = parameters.get("rope_type", "default")
+    if kind != "default":
+        raise ValueError(f"rope_type {kind!r} is not supported yet: the trainer computes plain rotary embeddings only")
+    theta = parameters.get("rope_theta", getattr(hf_config, "rope_theta", None))
+    if theta is None:
+        raise ValueError("the model's config.json names no rope_theta")
+    return float(theta)
+
+
+def read_config(model_path: Path) -> Any:
+    """The Hugging Face configuration of a local checkpoint. Raises ValueError with a remedy."""
+    if not (model_path / "config.json").is_file():
+        raise ValueError(f"{model_path} holds no config.json: give the directory of a Hugging Face checkpoint on this machine")
+    if not any(model_path.glob("*.safetensors")):
+        raise ValueError(f"{model_path} holds no *.safetensors: save the model with safe serialization")
+    try:
+        config = AutoConfig.from_pretrained(model_path, local_files_only=True)
+    except (OSError, ValueError, json.JSONDecodeError) as error:
+        raise ValueError(f"{model_path}/config.json cannot be read: {error}") from error
+    bridge_class(config.model_type)
+    rope_theta(config)
+    return config
+
+
+@dataclass
+class Model:
+    """A loaded model with its optimizer. `chunk` is wrapped for data parallelism."""
+
+    path: Path
+    hf_config: Any
+    bridge: Any
+    chunk: Any
+    optimizer: Any
+
+    def set_learning_rate(self, lr: float, weight_decay: float) -> None:
+        """Megatron leaves both to its scheduler, `wd_mult` (0 for norms and biases) included; we have none."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+            group["weight_decay"] = weight_decay * group["wd_mult"]
+
+    def zero_gradients(self) -> None:
+        """Both, always: the fp32 optimizer makes `grad` an alias of `main_grad`, and the next backward would add to it twice."""
+        self.chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+
+def build(spec: TrainerSpec, group: Group, model_path: Path) -> Model:
+    """All ranks together. Raises Refused for a model that cannot be loaded."""
+    fault = None
+    try:
+        hf_config = read_config(model_path)
+        _check_layout(spec, hf_config)
+    except ValueError as error:
+        fault = (400, str(error))
+    group.agree(fault)
+    bridge = bridge_class(hf_config.model_type)(hf_config, dtype=torch.float32)
+    config = bridge.config
+    config.calculate_per_token_loss = True
+    config.finalize_model_grads_func = finalize_model_grads
+    RotaryEmbedding.forward.cache_clear()  # it holds every earlier model alive
+    first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
+    model = bridge._model_provider([])(first, last)
+    for parameter in model.parameters():
+        set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+    missing = _missing_tensors(bridge, model, model_path)
+    group.agree((400, f"{model_path} lacks tensors: {', '.join(missing[:5])}") if missing else None)
+    with torch.no_grad():
+        bridge.load_weights([model], str(model_path))
+    ddp = DistributedDataParallelConfig(overlap_grad_reduce=False, average_in_collective=False, grad_reduce_in_fp32=True)
+    chunk = DistributedDataParallel(config=config, ddp_config=ddp, module=model)
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam",
+            lr=0.0,
+            weight_decay=spec.optimizer.weight_decay,
+            adam_beta1=spec.optimizer.betas[0],
+            adam_beta2=spec.optimizer.betas[1],
+            adam_eps=spec.optimizer.eps,
+            clip_grad=spec.optimizer.grad_clip,
+            params_dtype=torch.float32,
+        ),
+        [chunk],
+    )
+    return Model(model_path, hf_config, bridge, chunk, optimizer)
+
+
+def _check_layout(spec: TrainerSpec, hf_config: Any) -> None:
+    divisible = {"num_attention_heads": spec.tp, "num_key_value_heads": spec.tp, "vocab_size": spec.tp, "num_hidden_layers": spec.pp}
+    for name, parts in divisible.items():
+        if getattr(hf_config, name) % parts:
+            raise ValueError(f"{name} {getattr(hf_config, name)} does not divide by {parts}: choose another tp or pp for this model")
+
+
+def _missing_tensors(bridge: Any, model: torch.nn.Module, model_path: Path) -> list[str]:
+    """What this rank would look for in vain; found here, because inside the load it would leave the other ranks waiting."""
+    there = set(SafeTensorIO(str(model_path)).load_hf_weight_names())
+    local = bridge._weight_name_mapping_mcore_local_to_global(model).values()
+    wanted = {name for parameter in local for name in bridge._weight_name_mapping_mcore_to_hf(parameter)}
+    return sorted(wanted - there)
+
+
+def packing(padded_lengths: list[int]) -> PackedSeqParams:
+    """Positions restart in every sequence. `padded_lengths` are whole, not the context-parallel shares."""
+    ends = torch.tensor([0, *padded_lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    # Rounded up, so that the table of angles is one of few and cached; never the pack's own length, which would mean running positions.
+    longest = -(-max(padded_lengths) // 64) * 64
+    if longest == sum(padded_lengths):
+        longest += 64
+    return PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=longest, max_seqlen_kv=longest)
+
+
+def is_tokenizer_file(name: str) -> bool:
+    return bool(re.fullmatch(r"(tokenizer|vocab|merges|special_tokens|added_tokens|chat_template|generation_config).*", name))

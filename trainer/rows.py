@@ -1,0 +1,170 @@
+"""Rows by key: open, check, pack.
+
+A rank opens the rows of its own micro-batches and keeps the leases for the whole update. A pack is one micro-batch as the model wants it:
+sequences one after the other, sorted by length, and beside them a flat list of the tokens whose log-prob is wanted, each with its target,
+its row's temperature and advantage, and the log-prob it was sampled with. Tokens outside the mask are in no list, so nothing about them,
+not even NaN, can reach a number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+
+from store import Lease, StoreError, open_store
+from trainer.model import packing, zigzag
+from trainer.wire import PlanRow
+
+COLUMNS = ("input_ids", "response_mask", "rollout_log_probs", "version_spans", "temperature")
+
+
+class Unreadable(Exception):
+    """A row that cannot be trained as it stands. `status` is HTTP's: 410 for a row that is gone, 422 for one that is wrong."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """Views into the store; `lease` keeps them in place. S tokens, R = S - 1 response positions."""
+
+    row_id: str
+    lease: Lease | None
+    input_ids: np.ndarray
+    trained: np.ndarray
+    """[n] the response positions with mask 1"""
+    log_probs: np.ndarray
+    spans: np.ndarray
+    temperature: float
+    advantage: float
+
+    def sampled_by(self, sampler: tuple[int, int] | None) -> bool:
+        """Whether every token of the row was sampled by exactly this (epoch, version)."""
+        return sampler is not None and len(self.spans) > 0 and bool((self.spans[:, :2] == sampler).all())
+
+
+def open_row(planned: PlanRow, vocab_size: int) -> Row:
+    """Raises Unreadable."""
+    try:
+        ref = planned.rollout.ref()
+        lease = open_store(ref.location).open(ref, COLUMNS)
+    except StoreError as error:
+        raise Unreadable(410, f"row {planned.row_id}: {error}") from error
+    except ValueError as error:
+        raise Unreadable(422, f"row {planned.row_id}: {error}") from error
+    ids, mask, spans = lease["input_ids"], lease["response_mask"], lease["version_spans"]
+    temperature = float(lease["temperature"])
+    fault = None
+    if ids.shape != (planned.length,):
+        fault = f"holds {ids.shape} tokens where the plan says {planned.length}"
+    elif mask.shape != (planned.length - 1,) or lease["rollout_log_probs"].shape != mask.shape:
+        fault = f"has a mask of {mask.shape} and log-probs of {lease['rollout_log_probs'].shape} for {planned.length} tokens"
+    elif ids.min() < 0 or ids.max() >= vocab_size:
+        fault = f"has a token outside the vocabulary of {vocab_size}"
+    elif spans.ndim != 2 or spans.shape[1] != 4:
+        fault = f"has version spans of shape {spans.shape}, not [K, 4]"
+    elif not (np.isfinite(temperature) and temperature > 0.0):
+        fault = f"has temperature {temperature}; log-probs are defined above 0 only"
+    if fault:
+        raise Unreadable(422, f"row {planned.row_id} {fault}")
+    return Row(
+        planned.row_id,
+        lease,
+        ids,
+        np.flatnonzero(mask),
+        lease["rollout_log_probs"],
+        spans,
+        temperature,
+        planned.advantage,
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Pack:
+    """One rank's share of a micro-batch. n wanted tokens, t tokens in all."""
+
+    tokens: torch.Tensor
+    """[1, t] int64"""
+    packing: PackedSeqParams
+    at: torch.Tensor
+    """[n] where in t the logits stand that predict the wanted token"""
+    target: torch.Tensor
+    """[n] the wanted token"""
+    temperature: torch.Tensor
+    behaviour: torch.Tensor
+    advantage: torch.Tensor
+    row: torch.Tensor
+    """[n] which of the rows that were given to `pack`"""
+    slot: torch.Tensor
+    """[n] which response position of that row"""
+
+
+def pack(rows: Sequence[Row], wanted: Sequence[np.ndarray], *, cp_size: int = 1, cp_rank: int = 0, tp_size: int = 1) -> Pack:
+    """`wanted[i]` are the response positions of rows[i] whose log-probs are asked for.
+
+    No rows make the empty micro-batch: one token of which nothing is asked, for a rank that has none of its own.
+    """
+    unit = 2 * cp_size * tp_size if cp_size > 1 else tp_size
+    order = sorted(range(len(rows)), key=lambda index: (-len(rows[index].input_ids), index))
+    tokens, at, target, behaviour, row, slot = (
+        _Parts(np.int64),
+        _Parts(np.int64),
+        _Parts(np.int64),
+        _Parts(np.float32),
+        [],
+        _Parts(np.int64),
+    )
+    padded_lengths: list[int] = []
+    start = 0
+    for index in order:
+        ids = rows[index].input_ids
+        padded = -(-len(ids) // unit) * unit
+        mine = zigzag(padded, cp_size, cp_rank)
+        local = np.full(padded, -1)
+        local[mine] = np.arange(len(mine))
+        # The logits at position i predict token i + 1, which is response position i.
+        here = wanted[index][local[wanted[index]] >= 0]
+        at.add(start + local[here])
+        target.add(ids[here + 1])
+        behaviour.add(rows[index].log_probs[here])
+        slot.add(here)
+        row += [index] * len(here)
+        tokens.add(np.pad(ids, (0, padded - len(ids)))[mine])
+        padded_lengths.append(padded)
+        start += len(mine)
+    if not rows:
+        tokens.add(np.zeros(unit // cp_size))
+        padded_lengths.append(unit)
+    temperatures = np.array([r.temperature for r in rows], dtype=np.float32)
+    advantages = np.array([r.advantage for r in rows], dtype=np.float32)
+    return Pack(
+        tokens=tokens.joined()[None],
+        packing=packing(padded_lengths),
+        at=at.joined(),
+        target=target.joined(),
+        temperature=torch.from_numpy(temperatures[row]),
+        behaviour=behaviour.joined(),
+        advantage=torch.from_numpy(advantages[row]),
+        row=torch.tensor(row, dtype=torch.int64),
+        slot=slot.joined(),
+    )
+
+
+class _Parts:
+    """Arrays to be one tensor. Joined in numpy: a torch call costs several times more, and there are many rows."""
+
+    def __init__(self, dtype: type) -> None:
+        self._dtype = dtype
+        self._arrays: list[np.ndarray] = []
+
+    def add(self, array: np.ndarray) -> None:
+        self._arrays.append(array)
+
+    def joined(self) -> torch.Tensor:
+        return torch.from_numpy(np.concatenate([np.zeros(0, self._dtype), *self._arrays]).astype(self._dtype, copy=False))

@@ -1,0 +1,86 @@
+"""What a trainer is told at its start, in one JSON file. No torch here: the driver builds it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from trainer.wire import problems_in_words
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class LossSpec(_Strict):
+    """PPO-clip against the log-probs recorded at sampling."""
+
+    clip_low: float = Field(0.2, ge=0.0, lt=1.0)
+    clip_high: float = Field(0.28, ge=0.0)
+    aggregation: Literal["token_mean"] = "token_mean"
+
+
+class OptimizerSpec(_Strict):
+    """Adam with decoupled weight decay; norms and biases are never decayed. `grad_clip` 0 clips nothing."""
+
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = Field(1e-8, gt=0.0)
+    weight_decay: float = Field(0.0, ge=0.0)
+    grad_clip: float = Field(1.0, ge=0.0)
+
+
+class TrainerSpec(_Strict):
+    run_id: str
+    run_dir: Path
+    store_location: str
+    model_path: Path
+    """Loaded by `/v1/load` when the call names no other."""
+    host: str = "127.0.0.1"
+    port: int = Field(ge=0, le=65535)
+    """0 takes a free port and writes it to RUN_DIR/trainer.json."""
+    token: str | None = None
+    incarnation: int = Field(0, ge=0)
+    tp: int = Field(1, ge=1)
+    pp: int = Field(1, ge=1)
+    cp: int = Field(1, ge=1)
+    dp: int = Field(1, ge=1)
+    seed: int = 0
+    dtype: Literal["float32"] = "float32"
+    loss: LossSpec = LossSpec()
+    optimizer: OptimizerSpec = OptimizerSpec()
+    micro_batch_tokens: int = Field(4096, ge=1)
+    """How many tokens one forward pass of `/v1/logprobs` takes; training follows the plan's own micro-batches."""
+    threads_per_rank: int = Field(1, ge=1)
+    control_timeout_s: float = Field(30.0, gt=0.0)
+    """How long a rank waits for rank 0 to say anything; rank 0 says something every fifth of it."""
+    work_timeout_s: float = Field(1800.0, gt=0.0)
+    """How long a rank waits for the others inside a command: longer than the slowest rank's share of a step."""
+    max_quick_deaths: int = Field(5, ge=1)
+    quick_death_s: float = Field(60.0, gt=0.0)
+    """A group that dies this soon after its fork died quickly; after `max_quick_deaths` in a row the trainer gives up."""
+
+    @model_validator(mode="after")
+    def _token_beyond_loopback(self) -> TrainerSpec:
+        if self.token is None and self.host not in ("127.0.0.1", "::1", "localhost"):
+            raise ValueError(f"host {self.host} can be reached from other machines: set a token, or listen on 127.0.0.1")
+        return self
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.pp * self.cp * self.dp
+
+    @property
+    def layout(self) -> dict[str, int]:
+        return {"tp": self.tp, "pp": self.pp, "cp": self.cp, "dp": self.dp}
+
+    @classmethod
+    def read(cls, path: Path) -> TrainerSpec:
+        """Raises ValueError in words a user can act on."""
+        try:
+            return cls.model_validate_json(path.read_bytes())
+        except OSError as error:
+            raise ValueError(f"cannot read the trainer's spec {path}: {error.strerror}") from error
+        except ValidationError as error:
+            raise ValueError(f"the trainer's spec {path} is not valid: {problems_in_words(list(error.errors()))}") from error

@@ -1,0 +1,181 @@
+"""What travels between the driver and rank 0: keys, numbers and short lists, never tensors. No torch here."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from store import Ref
+
+
+class _Message(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+class WireRef(_Message):
+    """A `store.Ref` as JSON."""
+
+    key: str
+    size_bytes: int
+    location: str
+
+    def ref(self) -> Ref:
+        return Ref(self.key, self.size_bytes, self.location)
+
+    @classmethod
+    def of(cls, ref: Ref) -> WireRef:
+        return cls(key=ref.key, size_bytes=ref.size_bytes, location=ref.location)
+
+
+class PlanRow(_Message):
+    """One row of a plan. `length` is S, its tokens, prompt included; `advantage` is the scalar of all its trained tokens."""
+
+    row_id: str
+    rollout: WireRef
+    advantage: Annotated[float, Field(allow_inf_nan=False)] = 0.0
+    length: int = Field(ge=2)
+
+
+class MiniBatch(_Message):
+    """The rows of one optimizer step: `ranks[r][m]` are those of data-parallel rank r's m-th micro-batch. Any of the lists may be empty."""
+
+    ranks: list[list[list[PlanRow]]]
+
+    def rows(self) -> list[PlanRow]:
+        return [row for rank in self.ranks for micro_batch in rank for row in micro_batch]
+
+
+class LoadRequest(_Message):
+    model_path: str | None = None
+
+
+class ResumeRequest(_Message):
+    path: str
+
+
+class TrainRequest(_Message):
+    batch_id: int = Field(ge=0)
+    epoch: int = Field(ge=0)
+    lr: Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
+    mini_batches: list[MiniBatch]
+    """None, when no row has an advantage: the batch is then skipped, and the next version has the same weights."""
+
+
+class LogprobsRequest(_Message):
+    rows: Annotated[list[PlanRow], Field(min_length=1)]
+
+
+class SnapshotRequest(_Message):
+    epoch: int = Field(ge=0)
+    version: int = Field(ge=0)
+    bucket_bytes: int = Field(ge=1)
+    canary_ids: list[int] = []
+
+    @field_validator("canary_ids")
+    @classmethod
+    def _no_lone_token(cls, ids: list[int]) -> list[int]:
+        if len(ids) == 1:
+            raise ValueError("one token has no log-prob after it: give at least two, or none")
+        return ids
+
+
+class SaveRequest(_Message):
+    directory: str
+    keep_last: int | None = Field(None, ge=1)
+
+
+class StopRequest(_Message):
+    pass
+
+
+class Health(_Message):
+    role: Literal["trainer"]
+    incarnation: int
+    state: Literal["empty", "busy", "idle"]
+    progress: int
+    """Grows with every command and every micro-batch: a busy trainer whose progress stands still is hung."""
+    trained_version: int
+    world_size: int
+
+
+class Loaded(_Message):
+    trained_version: int
+
+
+class TrainReport(_Message):
+    """Token means over the batch's trained tokens; None where no token was computed, or the number is not finite.
+
+    `row_ids` are the rows of the mini-batches that were applied; the others are in `skipped_row_ids`. `skipped` says why
+    when nothing was applied.
+    """
+
+    batch_id: int
+    trained_version: int
+    skipped: str | None
+    row_ids: list[str]
+    skipped_row_ids: list[str]
+    rows: int
+    tokens: int
+    loss: float | None
+    grad_norm: float | None
+    clip_fraction: float | None
+    entropy: float | None
+    kl: float | None
+    ratio_max: float | None
+    logprob_gap_max: float | None
+    logprob_gap_rows: int
+    read_s: float
+    forward_backward_s: float
+    optimizer_s: float
+    step_s: float
+
+
+class Logprobs(_Message):
+    log_probs: dict[str, list[float]]
+
+
+class TensorFacts(_Message):
+    shape: list[int]
+    dtype: str
+    sha256: str
+    """Of the tensor's contiguous bytes."""
+
+
+class Canary(_Message):
+    """`log_probs[i]` is that of `input_ids[i + 1]` after `input_ids[:i + 1]`, at temperature 1."""
+
+    input_ids: list[int]
+    log_probs: list[float]
+
+
+class Snapshot(_Message):
+    buckets: list[WireRef]
+    tensors: dict[str, TensorFacts]
+    canary: Canary
+
+
+class Saved(_Message):
+    path: str
+    trained_version: int
+
+
+class Stopped(_Message):
+    pass
+
+
+REQUESTS: dict[str, type[_Message]] = {
+    "load": LoadRequest,
+    "resume": ResumeRequest,
+    "train": TrainRequest,
+    "logprobs": LogprobsRequest,
+    "snapshot": SnapshotRequest,
+    "save": SaveRequest,
+    "stop": StopRequest,
+}
+
+
+def problems_in_words(errors: list[Any]) -> str:
+    """Pydantic's error list as one sentence that names the fields."""
+    words = {"extra_forbidden": "unknown field", "missing": "missing"}
+    return "; ".join(f"{'.'.join(map(str, error['loc']))}: {words.get(error['type'], error['msg'])}" for error in errors)
