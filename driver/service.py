@@ -5,8 +5,6 @@ Paths are run-scoped (`/v1/runs/{run}/…`). Lists are paged, submits take an `I
 loopback; `/health` and `/metrics` need none on loopback only.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hmac
 import json
@@ -196,12 +194,28 @@ def create_app(runs: dict[str, Run], *, token: str | None, loopback: bool, shutd
             raise HTTPException(404, f"run {run.core.run_id} has no trajectory {traj_uid!r}; GET …/trajectories lists them")
         return found
 
-    @app.post("/v1/runs/{run}/{action}", tags=["runs"], status_code=202)
-    async def act(run: RunDep, action: str) -> dict[str, Any]:
-        """pause: send nothing new; resume; drain: no new samples, train what is there, end; cancel: discard what is in flight, end."""
-        if action not in ("pause", "resume", "drain", "cancel"):
-            raise HTTPException(404, f"a run can be told: pause, resume, drain, cancel; not {action!r}")
-        getattr(run, action)()
+    @app.post("/v1/runs/{run}/pause", tags=["runs"], status_code=202)
+    async def pause(run: RunDep) -> dict[str, str]:
+        """Send nothing new; what is in flight ends."""
+        run.pause()
+        return {"run_id": run.core.run_id, "state": run.state}
+
+    @app.post("/v1/runs/{run}/resume", tags=["runs"], status_code=202)
+    async def resume(run: RunDep) -> dict[str, str]:
+        """Go on after a pause."""
+        run.resume()
+        return {"run_id": run.core.run_id, "state": run.state}
+
+    @app.post("/v1/runs/{run}/drain", tags=["runs"], status_code=202)
+    async def drain(run: RunDep) -> dict[str, str]:
+        """No new samples; what is registered is finished and trained, then the run ends."""
+        run.drain()
+        return {"run_id": run.core.run_id, "state": run.state}
+
+    @app.post("/v1/runs/{run}/cancel", tags=["runs"], status_code=202)
+    async def cancel(run: RunDep) -> dict[str, str]:
+        """End the run after the batch in training; the rest is discarded, with that reason."""
+        run.cancel()
         return {"run_id": run.core.run_id, "state": run.state}
 
     @app.get("/v1/runs/{run}/logs/{role}", tags=["runs"], response_class=PlainTextResponse)

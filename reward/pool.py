@@ -104,7 +104,13 @@ class Worker:
             raise ScorerError(ready.error)
         return ready.scorers
 
+    @property
+    def alive(self) -> bool:
+        return self._process.returncode is None and not self._sink.is_closing()
+
     def send(self, task: Task) -> None:
+        if not self.alive:
+            raise WorkerLost(f"the worker ended ({_how(self._process.returncode)})")
         self._sink.write(frame(task))
 
     async def answers(self) -> list[Outcome]:
@@ -127,10 +133,16 @@ class Worker:
         return bodies
 
     async def kill(self) -> None:
-        """End the worker and whatever it started: its session is its own."""
+        """End the worker, if it lives or has only just died, and whatever it started: its session is its own."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         await self._process.wait()
+        self._sink.close()
+
+    async def discard(self) -> None:
+        """`kill`, unless it ended some time ago: its number may be another's by now."""
+        if self._process.returncode is None:
+            await self.kill()
         self._sink.close()
 
 
@@ -172,7 +184,7 @@ class WorkerPool:
     async def stop(self) -> None:
         for slot, worker in self._workers.items():
             if worker is not None:
-                await worker.kill()
+                await worker.discard()
                 self._workers[slot] = None
 
     async def score(self, jobs: Sequence[Job]) -> list[Result]:
@@ -209,7 +221,12 @@ class WorkerPool:
                 continue
             self.busy_workers += 1
             try:
-                worker = self._workers[slot] or await self._start(slot)
+                worker = self._workers[slot]
+                if worker is not None and not worker.alive:
+                    self._workers[slot] = None
+                    await worker.discard()
+                    worker = None
+                worker = worker or await self._start(slot)
                 await self._run(slot, worker, Chunk(chunk.scorer, items))
             except (ScorerError, WorkerLost, OSError) as error:
                 log.error("worker %d does not start: %s", slot, error)

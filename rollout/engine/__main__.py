@@ -100,7 +100,9 @@ async def serve(settings: Settings, config: ModelConfig, listener: socket.socket
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, asked_to_end.set)
     # A handler is cancelled when its client goes away: that is what aborts the request.
-    runner = web.ServerRunner(web.Server(Server(engine).handle, access_log=None, handler_cancellation=True), shutdown_timeout=0.1)
+    server = Server(engine)
+    front = web.Server(server.handle, request_factory=server.make_request, access_log=None, handler_cancellation=True)
+    runner = web.ServerRunner(front, shutdown_timeout=0.1)
     await runner.setup()
     await web.SockSite(runner, listener, backlog=BACKLOG).start()
     host, port = listener.getsockname()[:2]

@@ -47,6 +47,8 @@ def read_config(directory: Path) -> ModelConfig:
             f"{directory} holds a {architecture}, which the embedded engine does not compute; "
             f"give it one of {', '.join(ARCHITECTURES)}, or serve this model with SGLang"
         )
+    if not any(directory.glob("*.safetensors")):
+        raise ValueError(f"{directory} has no *.safetensors file; save the checkpoint with safe serialization")
     heads = int(raw["num_attention_heads"])
     _refuse_what_is_not_computed(raw, directory)
     attention_bias = bool(raw.get("attention_bias", False))

@@ -1,7 +1,7 @@
 """One request's life, shared by the two threads: the loop thread appends, the HTTP side reads.
 
-The loop writes a token's facts first and `visible` last, and `finish` after `visible`; the HTTP side reads `finish` first, then `visible`,
-and never looks past it. So it needs no lock, and what it sees is whole: ids, log-probs and spans of the same tokens.
+The loop writes tokens and their facts first, `visible` after them, and `finish` last; the HTTP side reads `finish` first, then `visible`,
+and never looks past it. So it needs no lock, and what it sees is whole (ids, log-probs and spans of the same tokens) and meant to be seen.
 """
 
 from __future__ import annotations
@@ -64,14 +64,11 @@ class Request:
     input_tops: list[list[LogProb] | None] = field(default_factory=list)
     spans: list[tuple[str, int]] = field(default_factory=list)
     num_retractions: int = 0
-    visible: int = 0
+    visible: int = 0  # how many tokens the client may have by now
     finish: dict[str, Any] | None = None
 
-    # Of the loop thread.
-    aborting: bool = False
-    offered: int = 0  # tokens announced to the HTTP side so far
-
-    # Of the HTTP side.
+    aborting: bool = False  # the loop's
+    # The HTTP side's.
     abort_sent: bool = False
     news: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -95,9 +92,12 @@ class Request:
             self.output_logprobs.append([logprob, token, None])
             if tops is not None:
                 self.output_tops.append(tops)
+
+    def show(self) -> None:
         self.visible = len(self.output_ids)
 
     def end(self, finish: dict[str, Any]) -> None:
+        self.show()
         self.finish = finish
 
 

@@ -104,6 +104,8 @@ class Scheduler:
         future: Future[T] = Future()
 
         def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
             try:
                 result = action()
             except Exception as error:  # whatever it is, it belongs to the caller, and the loop goes on
@@ -260,8 +262,9 @@ class Scheduler:
             if finish is not None:
                 request.end(finish)
                 ended.append(row)
-            if self._has_news(request):
-                request.offered = request.visible
+                news.append(request)
+            elif self._may_show(request):
+                request.show()
                 news.append(request)
         if ended:
             self._close_gaps(ended)
@@ -292,18 +295,13 @@ class Scheduler:
     def _is_text_eos(self, token: int) -> bool:
         return self._text is not None and token == self._text.eos_id
 
-    def _has_news(self, request: Request) -> bool:
-        """Ended, or streamed with enough unsent tokens; the first at once. The start of a stop string is held back."""
-        if request.finish is not None:
-            return True
-        if not request.stream:
+    def _may_show(self, request: Request) -> bool:
+        """Streamed, with enough unseen tokens (the first is shown at once), and not at what may be the start of a stop string."""
+        unseen = len(request.output_ids) - request.visible
+        if not request.stream or (request.visible > 0 and unseen < request.sampling.stream_interval):
             return False
-        unsent = request.visible - request.offered
-        if unsent < request.sampling.stream_interval and request.offered > 0:
-            return False
-        return not (
-            request.sampling.stop and self._text is not None and self._text.may_start_stop(request.output_ids, request.sampling.stop)
-        )
+        stops = request.sampling.stop
+        return not (stops and self._text is not None and self._text.may_start_stop(request.output_ids, stops))
 
     def _close_gaps(self, ended: list[int]) -> None:
         """Drop these rows and move the last rows into their places, so that 0 … n−1 stay without gaps."""

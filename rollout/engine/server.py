@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from http import HTTPStatus
 from typing import Any, TypeVar
 
 import msgspec
 import orjson
 from aiohttp import web
+from aiohttp.http_parser import RawRequestMessage
 from aiohttp.web_request import BaseRequest
 
 from rollout.engine import info, protocol
@@ -25,7 +26,7 @@ from rollout.engine.protocol import GenerateBody
 
 log = logging.getLogger(__name__)
 
-Handler = Callable[[BaseRequest], Awaitable[web.StreamResponse]]
+Handler = Callable[[BaseRequest], Coroutine[Any, Any, web.StreamResponse]]
 Body = TypeVar("Body")
 
 DONE = b"data: [DONE]\n\n"
@@ -39,6 +40,7 @@ class Server:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._generate_decoder = msgspec.json.Decoder(GenerateBody)
+        self._operating: set[asyncio.Future[web.StreamResponse]] = set()
         self._routes: dict[str, tuple[str, bool, Handler]] = {}
         for paths, methods, admin, handler in (
             ("/generate", "POST PUT", False, self._generate),
@@ -66,7 +68,6 @@ class Server:
                 self._routes[path] = (methods, admin, handler)
 
     async def handle(self, request: BaseRequest) -> web.StreamResponse:
-        request._client_max_size = MOST_BODY_BYTES
         route = self._routes.get(request.path)
         if route is None:
             return _json({"detail": "Not Found"}, 404)
@@ -76,6 +77,8 @@ class Server:
         if request.method not in methods.split():
             return _json({"detail": "Method Not Allowed"}, 405)
         try:
+            if admin:
+                return await self._to_its_end(handler(request))
             return await handler(request)
         except (msgspec.DecodeError, web.HTTPRequestEntityTooLarge) as error:
             return _invalid(str(error))
@@ -85,6 +88,17 @@ class Server:
             return _refused(error)
         except (Fatal, TimeoutError) as error:
             return _json({"error": {"message": str(error)}}, 500)
+
+    async def _to_its_end(self, answering: Coroutine[Any, Any, web.StreamResponse]) -> web.StreamResponse:
+        """An operator's call is not half done because its client gave up waiting: only generation ends with the connection."""
+        task = asyncio.ensure_future(answering)
+        self._operating.add(task)
+        task.add_done_callback(self._operating.discard)
+        return await asyncio.shield(task)
+
+    def make_request(self, message: RawRequestMessage, payload: Any, protocol: Any, writer: Any, task: Any) -> BaseRequest:
+        """aiohttp's own, but with room for a long batch of prompts."""
+        return BaseRequest(message, payload, protocol, writer, task, asyncio.get_running_loop(), client_max_size=MOST_BODY_BYTES)
 
     def _may(self, request: BaseRequest, admin: bool) -> bool:
         """SGLang's rules: probes are open; operator calls want the admin key if there is one, else the API key; the rest the API key."""
@@ -125,6 +139,8 @@ class Server:
             log.error("streamed request refused: %s", error)
             problem = {"message": str(error), "type": "invalid_request_error", "code": 400, "retryable": False}
             await response.write(_event({"error": problem}))
+        except ConnectionError:
+            return response  # the client went away; `admitted` has aborted what it asked for
         await response.write_eof(DONE)
         return response
 

@@ -41,11 +41,8 @@ def load_checkpoint(model: Model, directory: Path) -> None:
         raise ValueError(
             f"{directory} holds a {config.architecture}, the engine runs a {model.config.architecture}; start another engine for it"
         )
-    files = sorted(directory.glob("*.safetensors"))
-    if not files:
-        raise ValueError(f"{directory} has no *.safetensors file; save the checkpoint with safe serialization")
     tensors: dict[str, Tensor] = {}
-    for file in files:
+    for file in sorted(directory.glob("*.safetensors")):
         try:
             tensors |= load_file(file)
         except (SafetensorError, OSError) as error:

@@ -32,8 +32,9 @@ SCORERS: dict[str, Any] = {
 
 @dataclass
 class Service:
-    process: subprocess.Popen[str]
+    process: subprocess.Popen[bytes]
     url: str
+    log: Path
 
     def wait_until_up(self) -> None:
         """Fails at once when the process has ended."""
@@ -82,14 +83,16 @@ def start(write_spec: Callable[..., tuple[list[str], str]]) -> Iterator[Start]:
 
     def begin(env: dict[str, str] | None = None, **changes: Any) -> Service:
         command, url = write_spec(**changes)
-        process = subprocess.Popen(command, env=ENVIRONMENT | (env or {}), stderr=subprocess.PIPE, text=True)
-        started.append(Service(process, url))
+        log = Path(command[-1]).with_suffix(".log")
+        with log.open("wb") as sink:
+            process = subprocess.Popen(command, env=ENVIRONMENT | (env or {}), stderr=sink)
+        started.append(Service(process, url, log))
         return started[-1]
 
     yield begin
     for service in started:
         service.process.kill()
-        service.process.communicate()
+        service.process.wait(10)
 
 
 @pytest.fixture(scope="session")

@@ -32,9 +32,9 @@ Start = Callable[..., Any]
     ],
 )
 def test_O1_a_mistake_is_one_sentence_and_exit_code_2(start: Start, changes: dict[str, Any], said: str) -> None:
-    process = start(**changes).process
-    _, errors = process.communicate(timeout=30)
-    assert process.returncode == 2
+    service = start(**changes)
+    assert service.process.wait(30) == 2
+    errors = service.log.read_text()
     assert said in errors and errors.startswith("headrace reward: ") and len(errors.splitlines()) == 1
 
 
@@ -42,9 +42,10 @@ def test_O2_a_taken_port_is_said_with_the_remedy(start: Start) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
-        process = start(port=other.getsockname()[1]).process
-        _, errors = process.communicate(timeout=30)
-    assert process.returncode == 2 and "choose a free port" in errors and len(errors.splitlines()) == 1
+        service = start(port=other.getsockname()[1])
+        assert service.process.wait(30) == 2
+    errors = service.log.read_text()
+    assert "choose a free port" in errors and len(errors.splitlines()) == 1
 
 
 def busy_service(start: Start, **more: Any) -> tuple[Any, list[psutil.Process]]:

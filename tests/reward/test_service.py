@@ -99,6 +99,20 @@ async def test_L2_a_job_whose_worker_died_once_is_scored_after_all(client: Rewar
     assert (tmp_path / "died").exists() and results["a"].score == 1
 
 
+async def test_L2_idle_workers_that_were_killed_are_replaced_and_nobody_notices(service: Any, client: RewardClient) -> None:
+    await score(client, job("a", "bad", "well"))
+    workers = psutil.Process(service.process.pid).children()
+    for worker in workers:
+        worker.kill()
+    give_up = time.monotonic() + 5
+    while any(worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE for worker in workers):
+        assert time.monotonic() < give_up
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.1)  # the service sees its pipes close, whichever way it goes on from there
+    results = await score(client, *(job(str(n), "bad", "well") for n in range(16)))
+    assert all(result.score == 1 for result in results.values())
+
+
 async def test_what_a_killed_function_started_is_killed_with_it(client: RewardClient, tmp_path: Path) -> None:
     marker = tmp_path / "pid"
     results = await score(client, job("a", "bad", "leave a child", fields={"marker": str(marker)}))

@@ -256,6 +256,7 @@ async def test_W1_an_engine_killed_in_mid_answer_hands_over_what_it_had_said(eng
     process.kill()
     with pytest.raises(EngineError) as caught:
         await asyncio.wait_for(request, 5)
+    process.wait(10)
     assert caught.value.kind == "infrastructure"
     assert caught.value.prefix.output_ids == tokens
     assert caught.value.prefix.spans == [("run/0/0/1", 0, len(tokens))]

@@ -246,3 +246,4 @@ def serve() -> None:
 
 if __name__ == "__main__":
     serve()
+    os._exit(0)

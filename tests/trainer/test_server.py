@@ -276,15 +276,14 @@ async def test_ranks_end_with_their_parent_whatever_ends_it(start: Any, lab: Any
                 await asyncio.sleep(0.01)
 
 
-def test_by_the_command_line_it_names_what_is_wrong_serves_and_dies_with_the_driver(make_spec: MakeSpec, tmp_path: Path) -> None:
+def test_by_the_command_line_it_names_a_taken_port_serves_and_dies_with_the_driver(make_spec: MakeSpec, tmp_path: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
     spec = make_spec("demo")
     spec.run_dir.mkdir()
 
-    def command(name: str, text: str | None) -> list[str]:
+    def command(name: str, text: str) -> list[str]:
         path = spec.run_dir / f"{name}.json"
-        if text is not None:
-            path.write_text(text)
+        path.write_text(text)
         return [sys.executable, "-P", "-m", "trainer.main", "--spec", str(path)]
 
     driver = (
@@ -298,15 +297,10 @@ def test_by_the_command_line_it_names_what_is_wrong_serves_and_dies_with_the_dri
         try:
             port = asyncio.run(port_of(spec.run_dir))
             taken = spec.model_copy(update={"port": port}).model_dump(mode="json")
-            wrong = {
-                "taken": (json.dumps(taken), "Choose another port"),
-                "typo": (json.dumps({**taken, "sed": 1}), "sed: unknown field"),
-                "open": (json.dumps({**taken, "host": "0.0.0.0"}), "set a token"),
-                "none": (None, "cannot read the trainer's spec"),
-            }
-            for name, (text, words) in wrong.items():
-                refused = subprocess.run(command(name, text), env=environment, capture_output=True, text=True, timeout=60, check=False)
-                assert refused.returncode == 2 and words in refused.stdout, refused.stdout + refused.stderr
+            refused = subprocess.run(
+                command("taken", json.dumps(taken)), env=environment, capture_output=True, text=True, timeout=60, check=False
+            )
+            assert refused.returncode == 2 and "Choose another port" in refused.stdout, refused.stdout + refused.stderr
             answer = httpx.post(f"http://127.0.0.1:{port}/v1/load", json={}, timeout=60.0)
             assert (answer.status_code, answer.json()) == (200, {"trained_version": 0})
         finally:

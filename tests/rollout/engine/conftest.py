@@ -173,7 +173,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Se
 
 @pytest.fixture(scope="session")
 def shared(start: Callable[..., Served], checkpoints: Callable[..., Path]) -> Served:
-    return start(checkpoints("Qwen3"), "--max-running-requests", "64", "--context-length", "200")
+    return start(checkpoints("Qwen3"), "--max-running-requests", "8", "--context-length", "200")
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ SAMPLING: dict[str, Any] = {"temperature": 1.0, "max_new_tokens": 24, "ignore_eo
 @pytest.fixture(scope="module")
 def strict(start: Callable[..., Served], checkpoints: Callable[..., Path]) -> Served:
     flags = "--deterministic --incremental-streaming-output --skip-tokenizer-init --api-key key --admin-api-key boss"
-    served = start(checkpoints("Llama"), *flags.split(), "--max-running-requests", "6", "--max-queued-requests", "4")
+    served = start(checkpoints("Llama"), *flags.split(), "--max-running-requests", "6", "--max-queued-requests", "6")
     served.headers = {"authorization": "Bearer key"}
     return served
 
@@ -95,8 +95,8 @@ def test_a_full_queue_is_a_503_and_a_stream_says_it_in_a_chunk(strict: Served, b
     operate(strict, "/slow_down", {"forward_sleep_time": 0.02})
     asked = [background.submit(seeded, strict, seed, PROMPT, max_new_tokens=40) for seed in range(6)]
     wait_for(lambda: strict.load("num_running_reqs") == 6, "every row to be taken")
-    asked += [background.submit(seeded, strict, seed, PROMPT) for seed in range(4)]
-    wait_for(lambda: strict.load("num_waiting_reqs") == 4, "the queue to be full")
+    asked += [background.submit(seeded, strict, seed, PROMPT) for seed in range(6)]
+    wait_for(lambda: strict.load("num_waiting_reqs") == 6, "the queue to be full")
     refused = strict.generate(PROMPT, expect=503)
     assert refused == {"object": "error", "message": "The request queue is full.", "type": "503", "param": None, "code": 503}
     lines = strict.request("POST", "/generate", {"input_ids": PROMPT, "stream": True}).text.split("\n\n")

@@ -114,6 +114,7 @@ def test_a_model_that_is_not_computed_is_refused_by_name(
 def test_rope_theta_is_found_where_older_versions_wrote_it(checkpoints: Callable[..., Path], tmp_path: Path) -> None:
     raw = json.loads((checkpoints("Qwen3") / "config.json").read_text())
     del raw["rope_parameters"]
+    (tmp_path / "model.safetensors").touch()
     (tmp_path / "config.json").write_text(json.dumps(raw | {"rope_theta": 5000.0, "rope_scaling": None, "eos_token_id": [2, 7]}))
     config = read_config(tmp_path)
     assert config.rope_theta == 5000.0

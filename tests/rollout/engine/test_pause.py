@@ -103,28 +103,26 @@ def test_a_held_request_cannot_be_aborted_and_runs_after_continue(engine: Served
 
 
 def test_e1_sixty_four_requests_on_eight_rows_survive_retract_flush_and_a_flushing_update(
-    start: Callable[..., Served], checkpoints: Callable[..., Path], background: ThreadPoolExecutor
+    engine: Served, checkpoints: Callable[..., Path], background: ThreadPoolExecutor
 ) -> None:
-    model = checkpoints("Qwen3")
-    small = start(model, "--max-running-requests", "8", "--context-length", "64")
-    small.post("/slow_down", {"forward_sleep_time": 0.005})
+    engine.post("/slow_down", {"forward_sleep_time": 0.005})
     prompts = [[*PROMPT, 3 + i] for i in range(64)]
 
     def ask(prompt: list[int]) -> Any:
-        return small.generate(prompt, temperature=0, max_new_tokens=12, ignore_eos=True, timeout_s=60.0)
+        return engine.generate(prompt, temperature=0, max_new_tokens=12, ignore_eos=True, timeout_s=60.0)
 
     asked = [background.submit(ask, prompt) for prompt in prompts]
-    wait_for(lambda: small.load("num_running_reqs") == 8 and small.load("num_waiting_reqs") > 20, "a full engine")
-    refused = small.request("POST", "/flush_cache")
+    wait_for(lambda: engine.load("num_running_reqs") == 8 and engine.load("num_waiting_reqs") > 20, "a full engine")
+    refused = engine.request("POST", "/flush_cache")
     assert refused.status_code == 400 and "Cache not flushed" in refused.text
-    small.post("/pause_generation", {"mode": "retract"})
-    assert small.request("POST", "/flush_cache").status_code == 200
-    update = {"model_path": str(model), "flush_cache": True, "weight_version": "same weights"}
-    assert small.post("/update_weights_from_disk", update)["success"] is True
-    small.post("/continue_generation", {})
+    engine.post("/pause_generation", {"mode": "retract"})
+    assert engine.request("POST", "/flush_cache").status_code == 200
+    update = {"model_path": str(checkpoints("Qwen3")), "flush_cache": True, "weight_version": "same weights"}
+    assert engine.post("/update_weights_from_disk", update)["success"] is True
+    engine.post("/continue_generation", {})
     replies = [one.result() for one in asked]
     assert sum(reply["meta_info"]["num_retractions"] for reply in replies) == 8
-    small.post("/slow_down", {"forward_sleep_time": None})
+    engine.post("/slow_down", {"forward_sleep_time": None})
     assert all(reply["output_ids"] == ask(prompt)["output_ids"] for reply, prompt in zip(replies, prompts, strict=True))
 
 

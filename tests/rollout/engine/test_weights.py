@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
@@ -162,6 +163,20 @@ def test_an_unpaused_update_waits_for_the_running_and_keeps_new_ones_out(
     assert one.done() or one.result(timeout=1)
     assert [span["version"] for span in one.result()["meta_info"]["weight_versions"]] == ["default"]
     assert late.result()["meta_info"]["completion_tokens"] == 2
+
+
+def test_an_update_is_finished_although_its_client_gave_up(
+    engine: Served, checkpoints: Callable[..., Path], background: ThreadPoolExecutor
+) -> None:
+    engine.post("/slow_down", {"forward_sleep_time": 0.02})
+    one = background.submit(engine.generate, PROMPT, max_new_tokens=25, ignore_eos=True)
+    wait_for(lambda: engine.load("num_running_reqs") == 1, "it to run")
+    update = {"model_path": str(checkpoints("Qwen3", seed=1)), "weight_version": "two"}
+    with pytest.raises(httpx.ReadTimeout):
+        engine.request("POST", "/update_weights_from_disk", update, timeout_s=0.1)
+    assert one.result()["meta_info"]["weight_version"] == "default"
+    wait_for(lambda: engine.get("/model_info").json()["weight_version"] == "two", "the update to be in")
+    assert engine.generate(PROMPT, max_new_tokens=1)["meta_info"]["weight_version"] == "two"
 
 
 def test_the_session_is_opened_and_closed_once(engine: Served, checkpoints: Callable[..., Path], bucket: Callable[..., str]) -> None:

@@ -1,0 +1,44 @@
+# Two commands: `make demo` trains a model, `make test` checks everything. Both set up what they need in $(VENV).
+PYTHON ?= $(shell for p in python3.11 python3.12 python3; do command -v $$p >/dev/null 2>&1 && $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
+VENV ?= .venv
+BIN := $(VENV)/bin
+SEED ?= 0
+export OMP_NUM_THREADS ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+
+.PHONY: setup demo test test-all lint figures clean help
+
+help:
+	@echo "make demo       a tiny model learns to sort digits, on this CPU, in a few minutes (SEED=0)"
+	@echo "make test       the tests that run in CI        make test-all   the slow ones too"
+	@echo "make lint       ruff and mypy                   make figures    the benchmarks, quickly"
+
+setup: $(VENV)/.ready
+
+# Python 3.11 or newer is needed; torch is the CPU or the CUDA build, as the package index serves it.
+$(VENV)/.ready: pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "Headrace needs Python 3.11 or newer; install it, or say where: make PYTHON=/path/to/python3.11"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[trainer,demo,dev]'
+	@touch $@
+
+demo: setup
+	$(BIN)/python -P examples/sort_digits/demo.py --seed $(SEED)
+
+test: setup
+	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+test-all: setup
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+figures: setup
+	$(BIN)/python -m benchmarks.overlap --quick
+	$(BIN)/python -m benchmarks.start --quick
+
+clean:
+	rm -rf $(VENV) dist runs demo_summary.json

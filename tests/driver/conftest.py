@@ -1,0 +1,32 @@
+"""A ledger and its events, made by hand."""
+
+from __future__ import annotations
+
+from driver.ledger import Leaf, Ledger, SampleRegistered, TrajectoryReady, traj_uid_of
+
+
+def register(ledger: Ledger, *, tag: int = 0, bound: int = 2, n: int = 2) -> SampleRegistered:
+    position = ledger.cursor[2]
+    return SampleRegistered(
+        uid=ledger.next_uid,
+        segment=0,
+        row_index=position,
+        pass_index=0,
+        position=position,
+        version_tag=tag,
+        deadline_batch=tag + bound,
+        n=n,
+        time=1.0,
+    )
+
+
+def leaf(traj_uid: str, score: float = 1.0) -> Leaf:
+    def ref(hop: str) -> dict[str, object]:
+        return {"key": f"run/{traj_uid}/{hop}", "size_bytes": 4096, "location": "tmpfs:/nowhere"}
+
+    return Leaf(f"{traj_uid}a0000l0000", ref("rollout"), ref("reward"), 12, 5, score, score == 1.0)
+
+
+def ready(uid: int, index: int, score: float = 1.0) -> TrajectoryReady:
+    traj_uid = traj_uid_of(uid, index)
+    return TrajectoryReady(traj_uid=traj_uid, leaves=(leaf(traj_uid, score),), reward=score, finish_reason="stop", time=2.0)

@@ -1,0 +1,220 @@
+"""The state machine: A1 and A2 over any sequence of legal events, and what illegal events do (nothing)."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from driver.batcher import Candidate, admissible, choose, feasible
+from driver.ledger import (
+    CONSUMED,
+    FINISHED,
+    READY,
+    RUNNING,
+    BatchApplied,
+    BatchAssembled,
+    BatchUnmade,
+    EpochBegan,
+    IllegalEvent,
+    Ledger,
+    RowsLost,
+    SampleDiscarded,
+    TrajectoryDiscarded,
+    TrajectoryRetried,
+    VersionCommitted,
+    VersionServed,
+    traj_uid_of,
+)
+from tests.driver.conftest import ready, register
+
+P, N, BOUND = 2, 2, 2
+
+
+class AnyRun(RuleBasedStateMachine):
+    """Everything that can happen to a run, in any order: the counts always balance and nothing is trained twice or too old."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ledger = Ledger()
+        self.ended: Counter[str] = Counter()  # traj_uid -> how often it was written as finished
+        self.trained: dict[str, int] = {}
+
+    def apply(self, event: object) -> None:
+        for write in self.ledger.apply(event):  # type: ignore[arg-type]
+            values = write.values
+            if write.table == "trajectories" and values["state"] == FINISHED:
+                traj_uid = traj_uid_of(values["uid"], values["idx"])
+                self.ended[traj_uid] += 1
+                assert values["outcome"] in ("trained", "discarded")
+                assert (values["reason"] is None) == (values["outcome"] == "trained"), "a discard has its reason"
+
+    def some(self, data: st.DataObject, state: str) -> str | None:
+        found = [t.traj_uid for s in self.ledger.live() for t in s.trajectories if t.state == state]
+        return data.draw(st.sampled_from(found)) if found else None
+
+    @rule()
+    def register_if_A4_allows(self) -> None:
+        deadline = self.ledger.serving_version + BOUND
+        if deadline >= self.ledger.next_batch and admissible(self.ledger.live_by_deadline, deadline, self.ledger.next_batch, P):
+            self.apply(register(self.ledger, tag=self.ledger.serving_version, bound=BOUND, n=N))
+
+    @rule(data=st.data(), score=st.sampled_from([0.0, 1.0]))
+    def a_trajectory_gets_ready(self, data: st.DataObject, score: float) -> None:
+        if (found := self.some(data, RUNNING)) is not None:
+            trajectory = self.ledger.trajectory(found)
+            assert trajectory is not None
+            self.apply(ready(trajectory.uid, trajectory.index, score))
+
+    @rule(data=st.data())
+    def a_trajectory_is_retried(self, data: st.DataObject) -> None:
+        if (found := self.some(data, RUNNING)) is not None:
+            self.apply(TrajectoryRetried(traj_uid=found, kind="infrastructure", reason="engine died"))
+
+    @rule(data=st.data())
+    def a_trajectory_is_discarded(self, data: st.DataObject) -> None:
+        if (found := self.some(data, RUNNING)) is not None:
+            self.apply(TrajectoryDiscarded(traj_uid=found, reason="data: bad prompt", time=3.0))
+
+    @rule(data=st.data())
+    def a_sample_is_discarded(self, data: st.DataObject) -> None:
+        live = [s.uid for s in self.ledger.live()]
+        if live:
+            self.apply(SampleDiscarded(uid=data.draw(st.sampled_from(live)), reason="filtered", time=3.0))
+
+    @rule(data=st.data())
+    def ready_rows_are_lost(self, data: st.DataObject) -> None:
+        if (found := self.some(data, READY)) is not None:
+            self.apply(RowsLost(traj_uid=found, reason="host restart"))
+
+    @rule()
+    def a_batch_is_assembled(self) -> None:
+        candidates = [Candidate(s.uid, s.deadline_batch, not s.waiting) for s in self.ledger.live()]
+        choice = choose(candidates, self.ledger.next_batch, P)
+        if choice.uids is not None:
+            self.apply(BatchAssembled(batch_id=self.ledger.next_batch, uids=choice.uids, plan=b"[]", time=4.0))
+
+    @precondition(lambda self: self.ledger.trained_version < self.ledger.next_batch)
+    @rule(skipped=st.sampled_from([None, None, "loss is not finite"]))
+    def a_batch_is_applied(self, skipped: str | None) -> None:
+        self.apply(
+            BatchApplied(batch_id=self.ledger.trained_version, epoch=self.ledger.epoch, skipped=skipped, report=b"{}", time=5.0)
+        )
+
+    @rule()
+    def a_checkpoint_is_committed(self) -> None:
+        for batch in self.ledger.batches.values():
+            if batch.batch_id < self.ledger.trained_version and not batch.skipped:
+                for uid in batch.uids:
+                    for trajectory in self.ledger.samples[uid].in_state(CONSUMED):
+                        assert trajectory.traj_uid not in self.trained, "A2: trained twice"
+                        assert batch.batch_id <= self.ledger.samples[uid].deadline_batch, "A3"
+                        self.trained[trajectory.traj_uid] = batch.batch_id
+        self.apply(VersionCommitted(version=self.ledger.trained_version, checkpoint="somewhere", time=6.0))
+
+    @rule()
+    def the_trainer_is_lost(self) -> None:
+        if self.ledger.trained_version > self.ledger.committed_version:
+            self.apply(EpochBegan(epoch=self.ledger.epoch + 1, version=self.ledger.committed_version))
+
+    @rule(data=st.data())
+    def rows_of_uncommitted_batches_are_lost(self, data: st.DataObject) -> None:
+        pending = [b for b in self.ledger.batches if b >= self.ledger.trained_version]
+        if not pending:
+            return
+        first = data.draw(st.sampled_from(pending))
+        for batch_id in sorted((b for b in pending if b >= first), reverse=True):
+            uids = self.ledger.batches[batch_id].uids
+            rows = [t.traj_uid for uid in uids for t in self.ledger.samples[uid].in_state(CONSUMED)]
+            lost = frozenset(data.draw(st.sets(st.sampled_from(rows))))
+            self.apply(BatchUnmade(batch_id=batch_id, lost=lost))
+
+    @rule(data=st.data())
+    def the_engines_catch_up(self, data: st.DataObject) -> None:
+        low = min(self.ledger.serving_version, self.ledger.trained_version)
+        self.apply(VersionServed(version=data.draw(st.integers(low, self.ledger.trained_version))))
+
+    @invariant()
+    def A1_everything_registered_is_somewhere(self) -> None:
+        counts = self.ledger.counts
+        assert counts.registered == self.ledger.next_uid * N
+        assert counts.registered == sum(counts.by_state.values())
+        live = Counter(t.state for s in self.ledger.samples.values() for t in s.trajectories)
+        for state in (RUNNING, READY, CONSUMED):
+            assert live[state] == counts.by_state[state]
+        assert sum(counts.by_outcome.values()) == counts.by_state[FINISHED] == len(self.ended)
+
+    @invariant()
+    def A2_nothing_ends_twice(self) -> None:
+        assert all(times == 1 for times in self.ended.values())
+        assert set(self.trained) <= set(self.ended)
+
+    @invariant()
+    def A4_what_is_live_still_fits(self) -> None:
+        ledger = self.ledger
+        assert ledger.live_by_deadline == Counter(s.deadline_batch for s in ledger.live())
+        assert feasible(ledger.live_by_deadline, ledger.next_batch, P)
+
+
+AnyRun.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+test_A1_A2_A4_hold_over_any_sequence_of_events = AnyRun.TestCase
+
+
+def small_ledger() -> Ledger:
+    ledger = Ledger()
+    ledger.apply(register(ledger))
+    ledger.apply(ready(0, 0))
+    return ledger
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        ready(0, 0),  # ready already
+        ready(7, 0),  # unknown
+        BatchAssembled(batch_id=0, uids=(0,), plan=b"", time=0.0),  # one trajectory still runs
+        BatchAssembled(batch_id=1, uids=(), plan=b"", time=0.0),  # not the next batch
+        BatchApplied(batch_id=0, epoch=0, skipped=None, report=b"", time=0.0),  # not assembled
+        VersionCommitted(version=1, checkpoint="x", time=0.0),  # not trained
+        VersionServed(version=1),  # not trained
+        EpochBegan(epoch=2, version=0),  # skips one
+        SampleDiscarded(uid=9, reason="x", time=0.0),
+        RowsLost(traj_uid=traj_uid_of(0, 1), reason="x"),  # still running
+        register(Ledger()),  # uid 0 again
+    ],
+)
+def test_an_event_that_does_not_fit_changes_nothing(event):
+    ledger = small_ledger()
+    before = copy.deepcopy(vars(ledger))
+    with pytest.raises(IllegalEvent):
+        ledger.apply(event)
+    assert vars(ledger) == before
+
+
+def test_A3_a_sample_past_its_deadline_is_never_taken():
+    ledger = Ledger()
+    ledger.apply(register(ledger, tag=0, bound=0, n=1))
+    ledger.apply(ready(0, 0))
+    ledger.next_batch = 1
+    with pytest.raises(IllegalEvent, match="A3"):
+        ledger.apply(BatchAssembled(batch_id=1, uids=(0,), plan=b"", time=0.0))
+
+
+def test_a_skipped_step_discards_its_rows_with_the_reason():
+    ledger = small_ledger()
+    ledger.apply(ready(0, 1))
+    ledger.apply(BatchAssembled(batch_id=0, uids=(0,), plan=b"", time=0.0))
+    ledger.apply(BatchApplied(batch_id=0, epoch=0, skipped="loss is not finite", report=b"", time=0.0))
+    ledger.apply(VersionCommitted(version=1, checkpoint="x", time=0.0))
+    assert ledger.counts.by_outcome == {"discarded": 2}
+    assert ledger.counts.by_reason == {"step skipped": 2}
+    assert ledger.trained_version == 1
+
+
+def test_no_trajectory_id_is_a_prefix_of_another():
+    ids = [traj_uid_of(uid, index) for uid in (0, 1, 10, 11, 2**53) for index in (0, 1, 10)]
+    assert len({len(i) for i in ids}) == 1 and len(set(ids)) == len(ids)
