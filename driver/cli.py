@@ -230,9 +230,11 @@ def status(
         table.add_row(key, str(facts[key]))
     table.add_row("watermark", f"{facts['watermark']} ({facts['watermark_binding']} binds)")
     table.add_row("staleness", f"max {facts['staleness_max']}, bound {facts['staleness_bound']}")
-    table.add_row("trajectories", ", ".join(f"{k} {v}" for k, v in facts["trajectories"].items() if k != "reasons"))
+    table.add_row("trajectories", ", ".join(f"{k} {v}" for k, v in facts["trajectories"].items() if isinstance(v, int)))
     for reason, count in facts["trajectories"]["reasons"].items():
         table.add_row("discarded", f"{count} × {reason}")
+    if facts["trajectories"]["last_discard"]:
+        table.add_row("last discard", facts["trajectories"]["last_discard"]["reason"])
     for side, wait in facts["why"].items():
         table.add_row(f"{side} waits", f"{wait['seconds']:.1f} s: {wait['reason']}")
     out.print(table)

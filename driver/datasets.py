@@ -26,6 +26,8 @@ import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from driver.config import RunConfig
+
 Format = Literal["jsonl", "parquet"]
 Source = bytes | str | os.PathLike[str]
 
@@ -92,6 +94,21 @@ def validate(source: Source, format: Format | None = None, mapping: Mapping[str,
     if count == 0:
         raise DatasetError("the dataset has no rows; send at least one")
     return count
+
+
+def scorable(batches: Iterator[list[DataRow]], config: RunConfig) -> Iterator[list[DataRow]]:
+    """The same batches; DatasetError at the first row whose task type no scorer of the run takes."""
+    scorers = config.reward.scorers
+    for batch in batches:
+        for row in batch:
+            if row.task_type not in scorers and "*" not in scorers:
+                known = ", ".join(scorers)
+                raise DatasetError(
+                    f"row {row.row_index + 1} has task_type {row.task_type!r}, which no scorer takes; known: {known}. "
+                    "Set the row's task_type, map another field to it, or add a scorer for '*' to reward.scorers",
+                    row.row_index + 1,
+                )
+        yield batch
 
 
 def resolve_under(path: str | os.PathLike[str], roots: Sequence[Path]) -> Path:

@@ -225,8 +225,14 @@ def traj_uid_of(uid: int, index: int) -> str:
     return f"s{uid:016d}t{index:04d}"
 
 
+def kind_of(reason: str) -> str:
+    """What discards are counted by: the reason up to its second colon, without the particulars of one trajectory."""
+    return ":".join(reason.split(":")[:2])
+
+
 class Ledger:
     def __init__(self) -> None:
+        self.last_discard: tuple[str, str] | None = None  # traj_uid and reason in full
         self.samples: dict[int, Sample] = {}  # live and consumed, in order of registration
         self.batches: dict[int, Batch] = {}  # not committed, in order
         self.counts = Counts()
@@ -449,7 +455,8 @@ class Ledger:
         trajectory.outcome, trajectory.reason = outcome, reason
         self.counts.by_outcome[outcome] += 1
         if reason:
-            self.counts.by_reason[reason.partition(":")[0]] += 1
+            self.counts.by_reason[kind_of(reason)] += 1
+            self.last_discard = (trajectory.traj_uid, reason)
 
     def _reset(self, trajectory: Trajectory, reason: str) -> None:
         trajectory.leaves, trajectory.reward, trajectory.ready_at = (), None, None

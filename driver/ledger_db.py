@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from driver.ledger import ASSEMBLED, COMMITTED, FINISHED, Batch, Leaf, Ledger, Sample, Trajectory, Upsert, traj_uid_of
+from driver.ledger import ASSEMBLED, COMMITTED, FINISHED, Batch, Leaf, Ledger, Sample, Trajectory, Upsert, kind_of, traj_uid_of
 
 SCHEMA_VERSION = 1
 _SCHEMA = """
@@ -217,7 +217,7 @@ class LedgerDB:
             if state == FINISHED:
                 ledger.counts.by_outcome[outcome] += count
                 if reason:
-                    ledger.counts.by_reason[reason.partition(":")[0]] += count
+                    ledger.counts.by_reason[kind_of(reason)] += count
         for sample in self._live_samples():
             ledger.samples[sample.uid] = sample
             if sample.batch_id is None:

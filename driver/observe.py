@@ -57,6 +57,9 @@ def counts(run: Run) -> dict[str, Any]:
         "registered": c.registered,
         **{state: c.by_state[state] for state in ("running", "ready", "consumed", "finished")},
         **{outcome: c.by_outcome[outcome] for outcome in ("trained", "evaluated", "discarded")},
+        "last_discard": None
+        if run.core.ledger.last_discard is None
+        else dict(zip(("traj_uid", "reason"), run.core.ledger.last_discard, strict=True)),
         "reasons": {reason: count for reason, count in c.by_reason.most_common(20)},
     }
 

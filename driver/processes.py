@@ -11,9 +11,10 @@ import asyncio
 import logging
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from driver.launcher import Died, Hung, LocalLauncher, LocalProcess, ProcessEvent, Quarantined, Ready, StartFailed
+from driver.launcher import Died, Hung, LocalLauncher, LocalProcess, ProcessEvent, Quarantined, Ready, Started, StartFailed
+from driver.ledger import Upsert
 from driver.life import ProcessSpec
 from reward.client import RewardClient
 from reward.spec import RewardSpec, ScorerSpec
@@ -49,9 +50,13 @@ class Processes:
         async with asyncio.TaskGroup() as group:
             for process in processes:
                 group.create_task(process.wait_ready(START_DEADLINE_S))
-        await asyncio.wait([asyncio.ensure_future(self._launcher.watch()), self._lost], return_when=asyncio.FIRST_COMPLETED)
-        if self._lost.done():
-            self._lost.result()
+        watch = asyncio.create_task(self._launcher.watch(), name="launcher")
+        try:
+            done, _ = await asyncio.wait([watch, self._lost], return_when=asyncio.FIRST_COMPLETED)
+            for ended in done:
+                ended.result()
+        finally:
+            watch.cancel()
 
     async def stop(self) -> None:
         if self._launcher is not None:
@@ -63,7 +68,7 @@ class Processes:
         self._launcher.processes[name].kill(reason)
 
     @property
-    def facts(self) -> list[dict[str, object]]:
+    def facts(self) -> list[dict[str, Any]]:
         """For REST: every process with its state."""
         if self._launcher is None:
             return []
@@ -76,7 +81,10 @@ class Processes:
 
     def _on_event(self, event: ProcessEvent) -> None:
         name = f"{event.role}-{event.index}"
-        if isinstance(event, Ready):
+        if isinstance(event, Started):
+            # Incarnations grow over restarts of the driver too: an old process is never taken for a new one.
+            self._core.db.write([Upsert("meta", {"name": f"incarnation/{name}", "value": str(event.incarnation).encode()})])
+        elif isinstance(event, Ready):
             log.info("%s (incarnation %d) is ready at %s", name, event.incarnation, event.url)
             if event.role == "engine":
                 client = EngineClient(event.url, self._run.http, vocab_size=self._run.tokenizer.vocab_size)
@@ -113,8 +121,13 @@ class Processes:
             heartbeat_s=HEARTBEAT_S,
             misses=MISSES,
             start_deadline_s=START_DEADLINE_S,
+            first_incarnation=self._last_incarnation(f"{role}-{index}") + 1,
             env={"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
         )
+
+    def _last_incarnation(self, name: str) -> int:
+        found = self._core.db.query("SELECT value FROM meta WHERE name = ?", (f"incarnation/{name}",))
+        return int(found[0][0]) if found else 0
 
     def _module(self, module: str, *flags: str) -> list[str]:
         return [sys.executable, "-P", "-m", module, *flags]

@@ -145,11 +145,10 @@ class Pusher:
         if not done.released:
             await client.release(["kv_cache"])
             done.released = True
-        if done.session:  # a retry after a failure in mid-update: close what is open, start over
-            await client.end_update()
-            done.session = False
+        if done.session:  # a retry after a failure in mid-update: close what may be open, start over
+            await self._end_if_open(client)
+        done.session = True  # even if the answer to `begin` is lost
         await client.begin_update()
-        done.session = True
         for bucket in snapshot.buckets:
             await client.update_from_tensor(ref_payload(bucket))
         await client.end_update()
@@ -170,6 +169,14 @@ class Pusher:
         self._verified.add((slot.engine_id, str(label)))
         self._pool.open(slot, label)
         return gap
+
+    @staticmethod
+    async def _end_if_open(client: EngineClient) -> None:
+        try:
+            await client.end_update()
+        except EngineError as error:
+            if error.status != 400:  # 400: none was open
+                raise
 
     @staticmethod
     def _compare(snapshot: Snapshot, reply: dict[str, Any]) -> None:

@@ -24,7 +24,7 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from driver import observe
 from driver.config import ConfigError, parse_config
-from driver.datasets import DatasetError, read_rows, resolve_under
+from driver.datasets import DatasetError, read_rows, resolve_under, scorable
 from driver.feed import FeedError
 from driver.ledger_db import LedgerError
 from driver.run import Run
@@ -166,6 +166,11 @@ def create_app(runs: dict[str, Run], *, token: str | None, loopback: bool, shutd
     async def run_engines(run: RunDep) -> list[dict[str, Any]]:
         return observe.engines(run)
 
+    @app.get("/v1/runs/{run}/processes", tags=["runs"])
+    async def processes(run: RunDep) -> list[dict[str, Any]]:
+        """Every process of the run: role, state, incarnation, pid, address."""
+        return run.processes.facts
+
     @app.get("/v1/runs/{run}/why", tags=["runs"])
     async def run_why(run: RunDep) -> dict[str, Any]:
         return observe.why(run)
@@ -292,7 +297,8 @@ async def _add(
 ) -> Submitted:
     if run.core.ledger.ended:
         raise HTTPException(409, f"run {run.core.run_id} has ended ({run.core.ledger.ended}); start one with another run_id")
-    found, added, created = await run.core.feed.add(dataset_id, name, read_rows(source, mapping=mapping), key)
+    batches = scorable(read_rows(source, mapping=mapping), run.core.config)
+    found, added, created = await run.core.feed.add(dataset_id, name, batches, key)
     if close:
         await run.core.feed.close(found)
     run.core.ring()

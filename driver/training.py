@@ -118,11 +118,13 @@ class Training:
                     await core.db.durable()
                     await self._train(core.ledger.trained_version)
                     continue
-            except TrainerLost as error:
+            except (TrainerLost, TrainerRefused) as error:
+                if isinstance(error, TrainerRefused) and self._incarnation == await self._living_incarnation():
+                    raise  # the group we brought up says no: that is no loss
                 log.warning("trainer lost: %s", error)
                 core.waiting("trainer", f"the trainer was lost ({error}); its group is being restarted")
                 self._lost.set()
-                await asyncio.sleep(0.2)  # the warm parent forks a new group within this time
+                await self._bell.wait(0.2)
                 continue
             await self._bell.wait(1.0)
 
@@ -133,6 +135,13 @@ class Training:
             return False
         self._looked_at = time.monotonic()
         return (await self._client.health()).incarnation != self._incarnation
+
+    async def _living_incarnation(self) -> int | None:
+        """The group that answers now; None when none does."""
+        try:
+            return (await self._client.health()).incarnation if self._client is not None else None
+        except (TrainerLost, TrainerRefused):
+            return None
 
     def _over(self) -> bool:
         """No further batch will be made: the batches wanted are done, or the input and everything in flight have ended."""

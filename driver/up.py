@@ -20,7 +20,7 @@ from typing import Any
 import uvicorn
 
 from driver.config import ConfigError, RunConfig
-from driver.datasets import read_rows
+from driver.datasets import DatasetError, read_rows, scorable
 from driver.ledger_db import LedgerError
 from driver.run import Run
 from driver.service import create_app
@@ -142,7 +142,7 @@ class _Server(uvicorn.Server):
 
 
 async def _submit_own(run: Run, data: Path) -> None:
-    dataset_id, rows, _ = await run.core.feed.add(None, data.name, read_rows(data), f"config:{data.name}")
+    dataset_id, rows, _ = await run.core.feed.add(None, data.name, scorable(read_rows(data), run.config), f"config:{data.name}")
     await run.core.feed.close(dataset_id)
     log.info("submitted %d rows of %s", rows, data)
 
@@ -153,5 +153,5 @@ def main(config: RunConfig, *, exit_when_done: bool, quiet: bool) -> int:
         import uvloop
 
         return uvloop.run(serve(config, exit_when_done=exit_when_done))
-    except ConfigError as error:
+    except (ConfigError, DatasetError) as error:
         raise CannotStart(str(error)) from error

@@ -248,7 +248,8 @@ def read_config(model_path: Path) -> Any:
 class Model:
     """A loaded model with its optimizer. `chunk` is wrapped for data parallelism."""
 
-    path: Path
+    companions: dict[str, bytes]
+    """config.json and the tokenizer's files, held because the directory they came from may be pruned (a checkpoint resumed from)."""
     hf_config: Any
     bridge: Any
     chunk: Any
@@ -303,7 +304,7 @@ def build(spec: TrainerSpec, group: Group, model_path: Path) -> Model:
         ),
         [chunk],
     )
-    return Model(model_path, hf_config, bridge, chunk, optimizer)
+    return Model(read_companions(model_path), hf_config, bridge, chunk, optimizer)
 
 
 def _check_layout(spec: TrainerSpec, hf_config: Any) -> None:
@@ -331,5 +332,12 @@ def packing(padded_lengths: list[int]) -> PackedSeqParams:
     return PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=longest, max_seqlen_kv=longest)
 
 
-def is_tokenizer_file(name: str) -> bool:
+def read_companions(model_path: Path) -> dict[str, bytes]:
+    """What a checkpoint needs besides the weights, so that transformers loads it."""
+    return {
+        path.name: path.read_bytes() for path in sorted(model_path.iterdir()) if path.name == "config.json" or _is_tokenizer_file(path.name)
+    }
+
+
+def _is_tokenizer_file(name: str) -> bool:
     return bool(re.fullmatch(r"(tokenizer|vocab|merges|special_tokens|added_tokens|chat_template|generation_config).*", name))

@@ -6,7 +6,6 @@ files are read with `weights_only=True`: they cannot run code.
 
 from __future__ import annotations
 
-import shutil
 from importlib.metadata import version
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from safetensors.torch import save_file
 from trainer import checkpoints
 from trainer.export import hf_tensors
 from trainer.group import Group
-from trainer.model import Model, build, is_tokenizer_file
+from trainer.model import Model, build
 from trainer.spec import TrainerSpec
 
 
@@ -97,9 +96,8 @@ def _begin(group: Group, directory: Path) -> Path:
 def _write_hf(model: Model, tensors: dict[str, torch.Tensor], path: Path) -> None:
     path.mkdir()
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    for source in sorted(model.path.iterdir()):
-        if source.name == "config.json" or is_tokenizer_file(source.name):
-            shutil.copyfile(source, path / source.name)
+    for name, content in model.companions.items():
+        (path / name).write_bytes(content)
 
 
 def _in_words(layout: dict[str, int]) -> str:

@@ -100,7 +100,9 @@ def finish(console: Console, arguments: argparse.Namespace, status: dict, stalen
     for name, value in summary.items():
         table.add_row(name, f"{value:.4g}" if isinstance(value, float) else str(value))
     console.print(table)
-    console.print(f"curves      {picture}\ncheckpoint  {status['checkpoint']}/hf\nsummary     demo_summary.json", highlight=False, soft_wrap=True)
+    console.print(
+        f"curves      {picture}\ncheckpoint  {status['checkpoint']}/hf\nsummary     demo_summary.json", highlight=False, soft_wrap=True
+    )
 
 
 if __name__ == "__main__":

@@ -101,9 +101,7 @@ class AnyRun(RuleBasedStateMachine):
     @precondition(lambda self: self.ledger.trained_version < self.ledger.next_batch)
     @rule(skipped=st.sampled_from([None, None, "loss is not finite"]))
     def a_batch_is_applied(self, skipped: str | None) -> None:
-        self.apply(
-            BatchApplied(batch_id=self.ledger.trained_version, epoch=self.ledger.epoch, skipped=skipped, report=b"{}", time=5.0)
-        )
+        self.apply(BatchApplied(batch_id=self.ledger.trained_version, epoch=self.ledger.epoch, skipped=skipped, report=b"{}", time=5.0))
 
     @rule()
     def a_checkpoint_is_committed(self) -> None:

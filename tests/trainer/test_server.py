@@ -330,11 +330,14 @@ def test_ranks_can_be_started_by_hand_with_torchrun_s_variables(make_spec: MakeS
     command += ["--spec", str(spec.run_dir / "spec.json")]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         assert process.stdout
-        port = next(line.rsplit(" ", 1)[1] for line in process.stdout if line.startswith("trainer: 2 ranks up"))
-        url = f"http://127.0.0.1:{int(port)}"
-        assert httpx.post(f"{url}/v1/load", json={}, timeout=60.0).json() == {"trained_version": 0}
-        assert httpx.post(f"{url}/v1/stop", json={}, timeout=60.0).status_code == 200
-        assert process.wait(30) == 0
+        try:
+            port = next(line.rsplit(" ", 1)[1] for line in process.stdout if line.startswith("trainer: 2 ranks up"))
+            url = f"http://127.0.0.1:{int(port)}"
+            assert httpx.post(f"{url}/v1/load", json={}, timeout=60.0).json() == {"trained_version": 0}
+            assert httpx.post(f"{url}/v1/stop", json={}, timeout=60.0).status_code == 200
+            assert process.wait(30) == 0
+        finally:
+            process.terminate()  # torchrun ends its ranks
 
 
 def alive(pid: int) -> bool:

@@ -35,7 +35,7 @@ def test_a_file_that_cannot_be_used_is_named_with_the_field(tmp_path: Path, text
     path = tmp_path / "spec.json"
     if text is not None:
         path.write_text(text)
-    with pytest.raises(ValueError, match="spec.json") as error:
+    with pytest.raises(ValueError, match=r"spec\.json") as error:
         TrainerSpec.read(path)
     assert words in str(error.value)
 

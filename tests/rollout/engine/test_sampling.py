@@ -11,7 +11,7 @@ from rollout.engine.request import Request, Sampling
 from rollout.engine.sampling import draw, seeded_gumbel
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, -1.0, -3.0])
-DRAWS = 4000
+DRAWS = 2000
 
 
 def request(position: int = 5, tops: int = 0, **sampling: Any) -> Request:
@@ -29,7 +29,7 @@ def shares(**sampling: Any) -> list[float]:
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
 def test_tokens_are_drawn_from_the_scaled_distribution(temperature: float, seed: int | None) -> None:
     expected = (LOGITS / temperature).softmax(0).tolist()
-    assert shares(temperature=temperature, seed=seed) == pytest.approx(expected, abs=0.03)
+    assert shares(temperature=temperature, seed=seed) == pytest.approx(expected, abs=0.04)
 
 
 @pytest.mark.parametrize("seed", [None, 11])
@@ -50,7 +50,7 @@ def test_what_is_cut_off_is_never_drawn_and_the_rest_keeps_its_ratio(
     left = sum(probs[token].item() for token in allowed)
     expected = [probs[token].item() / left if token in allowed else 0.0 for token in range(5)]
     found = shares(seed=seed, **sampling)
-    assert found == pytest.approx(expected, abs=0.03)
+    assert found == pytest.approx(expected, abs=0.04)
     assert all(found[token] == 0 for token in range(5) if token not in allowed)
 
 
