@@ -19,7 +19,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from driver import observe
@@ -278,7 +278,11 @@ async def _submit(
 ) -> Submitted:
     fields = _mapping(mapping)
     if request.headers.get("content-type", "").partition(";")[0].strip() == "application/json":
-        body = PathSubmit.model_validate_json(await request.body())
+        try:
+            body = PathSubmit.model_validate_json(await request.body())
+        except ValidationError:
+            text = 'with content type application/json the body is {"path": "FILE"}; to upload a file, send it as application/octet-stream'
+            raise HTTPException(400, text) from None
         source = resolve_under(body.path, run.core.config.service.data_roots)
         return await _add(run, source, dataset_id, name, close, fields, idempotency_key)
     with tempfile.NamedTemporaryFile(dir=run.core.config.directory, prefix=".upload-") as file:

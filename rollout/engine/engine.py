@@ -210,7 +210,7 @@ class Engine:
         """In a pause at once; otherwise after the requests inside have ended, with new ones kept out."""
         if abort_all:
             self.scheduler.abort(None)
-        async with nullcontext():
+        async with nullcontext() if self.gate.paused else self.gate.writer():
             outcome = await self.call(action)
         if not outcome.success:
             return outcome

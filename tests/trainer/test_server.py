@@ -323,7 +323,7 @@ def test_ranks_can_be_started_by_hand_with_torchrun_s_variables(make_spec: MakeS
         "torch.distributed.run",
         "--nproc-per-node=2",
         "--max-restarts=0",
-        "--master-port=0",
+        "--standalone",
         "-m",
         "trainer.rank",
     ]

@@ -94,12 +94,15 @@ def test_e7_requests_that_come_in_a_pause_wait_and_then_run_under_the_new_versio
 
 def test_a_held_request_cannot_be_aborted_and_runs_after_continue(engine: Served, background: ThreadPoolExecutor) -> None:
     engine.post("/pause_generation", {"mode": "retract"})
-    held = background.submit(engine.generate, PROMPT, max_new_tokens=3, ignore_eos=True, top={"rid": "stuck"})
+    engine.post("/slow_down", {"forward_sleep_time": 0.02})
+    held = background.submit(engine.generate, PROMPT, max_new_tokens=20, ignore_eos=True, top={"rid": "stuck"})
     time.sleep(0.1)
     engine.post("/abort_request", {"rid": "stuck"})
     engine.post("/abort_request", {"abort_all": True})
     engine.post("/continue_generation", {})
-    assert held.result()["meta_info"]["finish_reason"] == {"type": "length", "length": 3}
+    wait_for(lambda: engine.load("num_running_reqs") == 1, "it to run")
+    engine.post("/abort_request", {"rid": "stuck"})
+    assert held.result()["meta_info"]["finish_reason"] == {"type": "length", "length": 20}
 
 
 def test_e1_sixty_four_requests_on_eight_rows_survive_retract_flush_and_a_flushing_update(

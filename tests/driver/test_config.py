@@ -1,0 +1,102 @@
+"""O1 and O2: what is wrong with a configuration is one sentence that names the key, the nearest right one, and the remedy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from driver.config import ConfigError, ServiceConfig, load_config
+
+ROOT = Path(__file__).parents[2]
+MODEL = str(ROOT / "examples/sort_digits/base")
+
+
+def write(tmp_path: Path, **sections: object) -> Path:
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump({"run_id": "r", "model": {"path": MODEL}, **sections}))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"stalenes": {"bound": 1}}, ["'stalenes'", "'staleness'"]),
+        ({"rollout": {"enginez": 2}}, ["'rollout.enginez'", "'engine'"]),
+        ({"rollout": {"sampling": {"temprature": 1.0}}}, ["'rollout.sampling.temprature'", "'temperature'"]),
+        ({"trainer": {"loss": {"clip_hi": 0.3}}}, ["'trainer.loss.clip_hi'", "'clip_high'"]),
+        ({"rollout": {"sampling": {"top_p": 0.9}}}, ["unknown key 'rollout.sampling.top_p'"]),
+        ({"rollout": {"sampling": {"temperature": 0.0}}}, ["rollout.sampling.temperature", "greater than 0"]),
+        ({"rollout": {"n": 1}}, ["min_group", "exceeds rollout.n"]),
+        ({"batch": {"samples": 2, "mini_batches": 3}}, ["mini_batches (3) exceeds samples (2)"]),
+        ({"batch": {"micro_batch_tokens": 100}}, ["micro_batch_tokens (100)", "context_length"]),
+        ({"rollout": {"context_length": 4096}, "batch": {"micro_batch_tokens": 8192}}, ["max_position_embeddings (256)"]),
+        ({"reward": {"scorers": {"*": {"rule": "exact", "function": "a:b"}}}}, ["either `rule`"]),
+        ({"reward": {"scorers": {"*": {"function": "nowhere.py:f"}}}}, ["there is no file", "nowhere.py"]),
+        ({"trainer": {"schedule": "linear"}}, ["stop.batches"]),
+        ({"model": {"path": "nowhere"}}, ["nowhere does not exist", "nothing is downloaded"]),
+        ({"data": "nothing.jsonl"}, ["there is no file", "nothing.jsonl"]),
+        ({"service": {"host": "0.0.0.0"}}, ["service.token"]),
+        ({"run_id": "a/b"}, ["run_id"]),
+    ],
+)
+def test_O1_O2_a_mistake_is_named_with_its_remedy(tmp_path, sections, words):
+    with pytest.raises(ConfigError) as error:
+        load_config(write(tmp_path, **sections))
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_files_that_are_no_configuration_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="no configuration file"):
+        load_config(tmp_path / "absent.yaml")
+    (tmp_path / "list.yaml").write_text("- 1\n")
+    with pytest.raises(ConfigError, match="mapping"):
+        load_config(tmp_path / "list.yaml")
+    (tmp_path / "broken.yaml").write_text("a: [1\n")
+    with pytest.raises(ConfigError, match="not YAML"):
+        load_config(tmp_path / "broken.yaml")
+
+
+def test_overrides_change_one_key_and_are_checked_like_the_rest(tmp_path):
+    path = write(tmp_path)
+    config = load_config(path, ["batch.samples=4", "service.port=0", "stop.epochs=null"])
+    assert (config.batch.samples, config.service.port, config.stop.epochs) == (4, 0, None)
+    with pytest.raises(ConfigError, match="did you mean 'samples'"):
+        load_config(path, ["batch.sample=4"])
+    with pytest.raises(ConfigError, match="key=value"):
+        load_config(path, ["batch.samples"])
+
+
+def test_paths_are_relative_to_the_file_that_names_them():
+    config = load_config(ROOT / "examples/sort_digits/config.yaml")
+    assert config.model.path == Path(MODEL)
+    assert config.reward.scorers["sort"].function == f"{ROOT}/examples/sort_digits/reward.py:score"
+
+
+def test_a_token_may_come_from_the_environment(tmp_path, monkeypatch):
+    monkeypatch.setenv("HEADRACE_TEST_TOKEN", "secret")
+    config = load_config(write(tmp_path, service={"host": "0.0.0.0", "token": "${HEADRACE_TEST_TOKEN}"}))
+    assert config.service.token == "secret"
+    monkeypatch.delenv("HEADRACE_TEST_TOKEN")
+    with pytest.raises(ConfigError, match="HEADRACE_TEST_TOKEN is not set"):
+        load_config(write(tmp_path, service={"token": "${HEADRACE_TEST_TOKEN}"}))
+
+
+@pytest.mark.parametrize(("host", "loopback"), [("127.0.0.1", True), ("localhost", True), ("::1", True), ("10.0.0.1", False)])
+def test_loopback_is_known(host, loopback):
+    assert ServiceConfig(host=host, token="t").loopback is loopback
+
+
+def test_the_learning_rate_depends_on_the_batch_alone(tmp_path):
+    config = load_config(
+        write(tmp_path, trainer={"learning_rate": 1.0, "warmup_batches": 4, "schedule": "linear"}, stop={"batches": 14})
+    )
+    rates = [config.trainer.learning_rate_at(batch, 14) for batch in range(15)]
+    assert rates[:4] == pytest.approx([0.2, 0.4, 0.6, 0.8])
+    assert rates[4] == 1.0 and rates[9] == pytest.approx(0.5) and rates[14] == 0.0
+    cosine = load_config(write(tmp_path, trainer={"learning_rate": 1.0, "schedule": "cosine"}, stop={"batches": 10})).trainer
+    assert cosine.learning_rate_at(5, 10) == pytest.approx(0.5)
+    constant = load_config(write(tmp_path, trainer={"learning_rate": 1.0})).trainer
+    assert constant.learning_rate_at(10**6, None) == 1.0

@@ -1,0 +1,175 @@
+"""L3 and A5 with an engine that fails on command: what was paused is continued or replaced, and no version is shown unverified."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from driver.push import Pusher, Snapshot
+from rollout.answer import EngineError, Prefix
+from rollout.pool import EnginePool
+from rollout.version import Version
+
+GOOD = {"a": "1" * 64, "b": "2" * 64}
+SNAPSHOT = Snapshot("run", 0, 3, ({"key": "k0"}, {"key": "k1"}), GOOD, (5, 6, 7), (-1.0, -2.0))
+
+
+class ScriptedEngine:
+    """Answers as an engine does, notes every call, and fails where it is told to."""
+
+    url = "http://scripted"
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.fail: dict[str, list[Exception]] = {}
+        self.held = dict(GOOD)
+        self.log_probs = [-1.0, -2.0]
+        self.version = "default"
+        self.paused = self.released = self.session = False
+
+    async def _call(self, name: str) -> None:
+        self.calls.append(name)
+        if self.fail.get(name):
+            raise self.fail[name].pop(0)
+
+    async def pause(self, mode: str) -> None:
+        await self._call(f"pause({mode})")
+        self.paused = True
+
+    async def release(self, tags: list[str]) -> None:
+        await self._call("release")
+        assert self.paused and not self.released, "a real engine would have died"
+        self.released = True
+
+    async def resume(self, tags: list[str]) -> None:
+        await self._call("resume")
+        assert self.released, "a real engine would have died"
+        self.released = False
+
+    async def begin_update(self) -> None:
+        if self.session:
+            raise EngineError("infrastructure", "a session is open", status=400)
+        self.session = True
+        await self._call("begin")
+
+    async def update_from_tensor(self, tensors: list[str]) -> None:
+        await self._call("bucket")
+        assert self.session
+
+    async def end_update(self) -> None:
+        await self._call("end")
+        if not self.session:
+            raise EngineError("infrastructure", "no session", status=400)
+        self.session = False
+
+    async def checksums(self) -> dict[str, Any]:
+        await self._call("checksums")
+        return {"ranks": [{"checksums": self.held}]}
+
+    async def set_version(self, version: str) -> None:
+        await self._call("version")
+        self.version = version
+
+    async def continue_generation(self) -> None:
+        await self._call("continue")
+        self.paused = False
+
+    async def model_info(self) -> dict[str, Any]:
+        return {"weight_version": self.version}
+
+    async def score_sequence(self, ids: list[int]) -> list[float]:
+        await self._call("canary")
+        assert not self.paused
+        return self.log_probs
+
+
+@pytest.fixture
+def parts():
+    pool, engine, replaced = EnginePool(), ScriptedEngine(), []
+    slot = pool.register("engine-0", engine, 7, 4)  # type: ignore[arg-type]
+
+    async def replace(slot, reason):
+        replaced.append(reason)
+
+    return pool, engine, slot, replaced, Pusher(pool, deadline_s=5.0, logprob_tolerance=1e-3, replace=replace)
+
+
+async def test_L3_the_sequence_in_order(parts):
+    pool, engine, slot, _, pusher = parts
+    (outcome,) = await pusher.push_all(SNAPSHOT)
+    assert outcome.verified and slot.state == "open" and slot.verified == Version("run", 0, 3, 7)
+    order = ["pause(retract)", "release", "begin", "bucket", "bucket", "end", "checksums", "version", "resume", "continue", "canary"]
+    assert engine.calls == order
+    assert pool.serving_version == 3
+    assert await pusher.push_all(SNAPSHOT) == [], "pushed already"
+
+
+@pytest.mark.parametrize("call", ["pause(retract)", "release", "begin", "bucket", "end", "checksums", "version", "resume", "continue", "canary"])
+async def test_L3_one_failure_at_any_call_is_retried_with_legal_calls_to_the_same_end(parts, call):
+    _, engine, slot, replaced, pusher = parts
+    engine.fail = {call: [EngineError("infrastructure", "connection reset")]}
+    (outcome,) = await pusher.push_all(SNAPSHOT)
+    assert outcome.verified and slot.state == "open" and replaced == []
+    assert (engine.paused, engine.released, engine.session) == (False, False, False)
+
+
+@pytest.mark.parametrize(
+    ("what", "words"), [("held", "1 of 2 tensors"), ("extra", "tensors are not the snapshot's"), ("log_probs", "log-probs of the fixed sequence")]
+)
+async def test_E3_E11_A5_an_engine_whose_own_check_fails_is_quarantined_and_never_shows_the_version(parts, what, words):
+    pool, engine, slot, replaced, pusher = parts
+    if what == "held":
+        engine.held["b"] = "0" * 64
+    elif what == "extra":
+        engine.held["c"] = "3" * 64
+    else:
+        engine.log_probs = [-1.0, -2.5]
+    (outcome,) = await pusher.push_all(SNAPSHOT)
+    assert not outcome.verified and words in outcome.reason and words in replaced[0]
+    assert slot.state == "quarantined" and slot.verified is None and pool.serving_version is None
+
+
+async def test_E4_a_bucket_that_fails_twice_on_one_engine_does_not_hold_the_others(parts):
+    pool, engine, slot, replaced, pusher = parts
+    engine.fail = {"bucket": [EngineError("infrastructure", "reset"), EngineError("infrastructure", "reset")]}
+    other = pool.register("engine-1", ScriptedEngine(), 1, 4)  # type: ignore[arg-type]
+    outcomes = {o.engine_id: o.verified for o in await pusher.push_all(SNAPSHOT)}
+    assert outcomes == {"engine-0": False, "engine-1": True}
+    assert (slot.state, other.state, pool.serving_version) == ("quarantined", "open", 3) and len(replaced) == 1
+
+
+async def test_E6_a_pause_that_never_returns_is_bounded(parts):
+    pool, engine, slot, replaced, _ = parts
+
+    async def never(mode: str) -> None:
+        await asyncio.sleep(3600)
+
+    engine.pause = never
+
+    async def replace(slot, reason):
+        replaced.append(reason)
+
+    pusher = Pusher(pool, deadline_s=0.05, logprob_tolerance=1e-3, replace=replace)
+    (outcome,) = await asyncio.wait_for(pusher.push_all(SNAPSHOT), 5)
+    assert not outcome.verified and slot.state == "quarantined" and "not done within" in replaced[0]
+
+
+async def test_L3_tokens_of_weights_that_failed_their_check_are_cut_and_verified_ones_kept(parts):
+    _, engine, slot, _, pusher = parts
+    await pusher.push_all(SNAPSHOT)
+    old = str(Version("run", 0, 3, 7))
+    new = str(Version("run", 0, 4, 7))
+    answer = Prefix([1, 2, 3, 4], [-0.1] * 4, [(old, 0, 2), (new, 2, 4)])
+    engine.log_probs = [-9.0, -9.0]
+    later = Snapshot("run", 0, 4, SNAPSHOT.buckets, GOOD, SNAPSHOT.canary_ids, SNAPSHOT.canary_log_probs)
+    pushing = asyncio.create_task(pusher.push_all(later))
+    while slot.state != "shut":
+        await asyncio.sleep(0)
+    trusted = await pusher.trusted(slot, answer)  # waits for the push to be decided
+    assert slot.state == "quarantined"
+    assert trusted == Prefix([1, 2], [-0.1] * 2, [(old, 0, 2)])
+    await pushing
+    whole = Prefix([1, 2], [-0.1] * 2, [(old, 0, 2)])
+    assert await pusher.trusted(slot, whole) is whole
