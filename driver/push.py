@@ -155,10 +155,11 @@ class Pusher:
         done.session = False
         self._compare(snapshot, await client.checksums())
         await client.set_version(str(label))
-        await client.resume(["kv_cache"])
+        # Noted before the call: if its answer is lost, releasing and pausing once more is legal, resuming twice is not.
         done.released = False
-        await client.continue_generation()
+        await client.resume(["kv_cache"])
         done.paused = False
+        await client.continue_generation()
         reported = (await client.model_info()).get("weight_version")
         if reported != str(label):
             raise PushRefused(f"the engine says its weights are {reported!r}, not {str(label)!r}")

@@ -90,9 +90,7 @@ def test_loopback_is_known(host, loopback):
 
 
 def test_the_learning_rate_depends_on_the_batch_alone(tmp_path):
-    config = load_config(
-        write(tmp_path, trainer={"learning_rate": 1.0, "warmup_batches": 4, "schedule": "linear"}, stop={"batches": 14})
-    )
+    config = load_config(write(tmp_path, trainer={"learning_rate": 1.0, "warmup_batches": 4, "schedule": "linear"}, stop={"batches": 14}))
     rates = [config.trainer.learning_rate_at(batch, 14) for batch in range(15)]
     assert rates[:4] == pytest.approx([0.2, 0.4, 0.6, 0.8])
     assert rates[4] == 1.0 and rates[9] == pytest.approx(0.5) and rates[14] == 0.0

@@ -23,7 +23,8 @@ class ScriptedEngine:
 
     def __init__(self) -> None:
         self.calls: list[str] = []
-        self.fail: dict[str, list[Exception]] = {}
+        self.fail: dict[str, list[Exception]] = {}  # before it had an effect
+        self.lose: dict[str, list[Exception]] = {}  # after: the answer is lost
         self.held = dict(GOOD)
         self.log_probs = [-1.0, -2.0]
         self.version = "default"
@@ -31,28 +32,37 @@ class ScriptedEngine:
 
     async def _call(self, name: str) -> None:
         self.calls.append(name)
+        await asyncio.sleep(0)
         if self.fail.get(name):
             raise self.fail[name].pop(0)
+
+    def _answer(self, name: str) -> None:
+        if self.lose.get(name):
+            raise self.lose[name].pop(0)
 
     async def pause(self, mode: str) -> None:
         await self._call(f"pause({mode})")
         self.paused = True
+        self._answer(f"pause({mode})")
 
     async def release(self, tags: list[str]) -> None:
         await self._call("release")
-        assert self.paused and not self.released, "a real engine would have died"
+        assert self.paused and not self.session, "a real engine would have died"
         self.released = True
+        self._answer("release")
 
     async def resume(self, tags: list[str]) -> None:
         await self._call("resume")
         assert self.released, "a real engine would have died"
         self.released = False
+        self._answer("resume")
 
     async def begin_update(self) -> None:
         if self.session:
             raise EngineError("infrastructure", "a session is open", status=400)
-        self.session = True
         await self._call("begin")
+        self.session = True
+        self._answer("begin")
 
     async def update_from_tensor(self, tensors: list[str]) -> None:
         await self._call("bucket")
@@ -63,6 +73,7 @@ class ScriptedEngine:
         if not self.session:
             raise EngineError("infrastructure", "no session", status=400)
         self.session = False
+        self._answer("end")
 
     async def checksums(self) -> dict[str, Any]:
         await self._call("checksums")
@@ -71,10 +82,12 @@ class ScriptedEngine:
     async def set_version(self, version: str) -> None:
         await self._call("version")
         self.version = version
+        self._answer("version")
 
     async def continue_generation(self) -> None:
         await self._call("continue")
         self.paused = False
+        self._answer("continue")
 
     async def model_info(self) -> dict[str, Any]:
         return {"weight_version": self.version}
@@ -106,17 +119,22 @@ async def test_L3_the_sequence_in_order(parts):
     assert await pusher.push_all(SNAPSHOT) == [], "pushed already"
 
 
-@pytest.mark.parametrize("call", ["pause(retract)", "release", "begin", "bucket", "end", "checksums", "version", "resume", "continue", "canary"])
-async def test_L3_one_failure_at_any_call_is_retried_with_legal_calls_to_the_same_end(parts, call):
+CALLS = ["pause(retract)", "release", "begin", "bucket", "end", "checksums", "version", "resume", "continue", "canary"]
+
+
+@pytest.mark.parametrize("lost_answer", [False, True])
+@pytest.mark.parametrize("call", CALLS)
+async def test_L3_one_failure_at_any_call_is_retried_with_legal_calls_to_the_same_end(parts, call, lost_answer):
     _, engine, slot, replaced, pusher = parts
-    engine.fail = {call: [EngineError("infrastructure", "connection reset")]}
+    (engine.lose if lost_answer else engine.fail)[call] = [EngineError("infrastructure", "connection reset")]
     (outcome,) = await pusher.push_all(SNAPSHOT)
     assert outcome.verified and slot.state == "open" and replaced == []
     assert (engine.paused, engine.released, engine.session) == (False, False, False)
 
 
 @pytest.mark.parametrize(
-    ("what", "words"), [("held", "1 of 2 tensors"), ("extra", "tensors are not the snapshot's"), ("log_probs", "log-probs of the fixed sequence")]
+    ("what", "words"),
+    [("held", "1 of 2 tensors"), ("extra", "tensors are not the snapshot's"), ("log_probs", "log-probs of the fixed sequence")],
 )
 async def test_E3_E11_A5_an_engine_whose_own_check_fails_is_quarantined_and_never_shows_the_version(parts, what, words):
     pool, engine, slot, replaced, pusher = parts

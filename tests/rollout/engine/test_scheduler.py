@@ -43,7 +43,7 @@ class Driven:
 
     def run(self, requests: list[Request]) -> None:
         self.expected = len(requests)
-        self.scheduler.call(lambda: [self.scheduler.waiting.append(request) for request in requests])
+        self.scheduler.call(lambda: self.scheduler.waiting.extend(requests))
         self.scheduler.start()
         assert self.finished.wait(20)
         assert self.failure is None
