@@ -38,7 +38,6 @@ class Processes:
         self._config = run.config
         self._directory = run.config.directory / "processes"
         self._launcher: LocalLauncher | None = None
-        self._first: dict[str, LocalProcess] = {}
 
     async def run(self) -> None:
         """Starts everything; then only the launcher's own failure, or a role that nothing can do without, ends it (by raising)."""
@@ -49,7 +48,7 @@ class Processes:
         processes = [await self._launcher.start(spec) for spec in specs]
         async with asyncio.TaskGroup() as group:
             for process in processes:
-                group.create_task(process.wait_ready(START_DEADLINE_S))
+                group.create_task(self._first_start(process))
         watch = asyncio.create_task(self._launcher.watch(), name="launcher")
         try:
             done, _ = await asyncio.wait([watch, self._lost], return_when=asyncio.FIRST_COMPLETED)
@@ -57,6 +56,14 @@ class Processes:
                 ended.result()
         finally:
             watch.cancel()
+
+    async def _first_start(self, process: LocalProcess) -> None:
+        """A process that can not start fails the run; twice, because the first may have been ended from outside."""
+        try:
+            await process.wait_ready(START_DEADLINE_S)
+        except StartFailed as error:
+            log.warning("%s; trying once more", error)
+            await process.wait_ready(START_DEADLINE_S)
 
     async def stop(self) -> None:
         if self._launcher is not None:

@@ -23,7 +23,7 @@ from driver.config import RunConfig
 from driver.core import Core
 from driver.dispatch import Dispatch
 from driver.feed import Feed
-from driver.ledger import RowsLost, RunEnded, Sample, SampleDiscarded, Trajectory, VersionServed
+from driver.ledger import RowsLost, RunEnded, Sample, SampleDiscarded, Trajectory, TrajectoryRetried, VersionServed
 from driver.ledger_db import LedgerDB
 from driver.processes import Processes
 from driver.push import Pusher, Snapshot
@@ -196,6 +196,9 @@ class Run:
                     core.apply(RowsLost(traj_uid=trajectory.traj_uid, reason="rows lost with the host's memory"))
                     lost += 1
                 owned |= {ref["key"] for leaf in trajectory.leaves for ref in (leaf.rollout, leaf.reward)}
+        for trajectory in [t for s in ledger.live() for t in s.in_state("running") if t.reason is None]:
+            # Whether it had been sent is not known: its next request counts as another try.
+            core.apply(TrajectoryRetried(traj_uid=trajectory.traj_uid, kind="infrastructure", reason="the driver was restarted"))
         published = self.store.keys()
         orphans = [self.store.ref(key) for key in published if key not in owned]
         self.store.free(orphans)

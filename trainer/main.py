@@ -176,7 +176,9 @@ def main(arguments: list[str] | None = None) -> int:
     from trainer import rank  # noqa: F401  (after the environment; this import is what makes the parent warm)
 
     spec.run_dir.mkdir(parents=True, exist_ok=True)
-    (spec.run_dir / "trainer.json").write_text(json.dumps({"pid": os.getpid(), "port": listener.getsockname()[1]}))
+    facts = spec.run_dir / "trainer.json"
+    facts.with_suffix(".partial").write_text(json.dumps({"pid": os.getpid(), "port": listener.getsockname()[1]}))
+    facts.with_suffix(".partial").replace(facts)
     return Parent(spec, listener).run()
 
 

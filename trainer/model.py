@@ -54,6 +54,9 @@ _ON_CPU = {
 }
 
 
+_LAYER = re.compile(r"\.layers\.\d+\.")
+
+
 class RMSNorm(torch.nn.Module):
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__()
@@ -241,6 +244,10 @@ def read_config(model_path: Path) -> Any:
         raise ValueError(f"{model_path}/config.json cannot be read: {error}") from error
     bridge_class(config.model_type)
     rope_theta(config)
+    if config.hidden_act != "silu":
+        raise ValueError(f"hidden_act {config.hidden_act!r} is not supported: the trainer computes silu only")
+    if any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or []):
+        raise ValueError("sliding-window attention is not supported: every layer must have full attention")
     return config
 
 
@@ -285,8 +292,8 @@ def build(spec: TrainerSpec, group: Group, model_path: Path) -> Model:
     model = bridge._model_provider([])(first, last)
     for parameter in model.parameters():
         set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
-    missing = _missing_tensors(bridge, model, model_path)
-    group.agree((400, f"{model_path} lacks tensors: {', '.join(missing[:5])}") if missing else None)
+    unmatched = _unmatched_tensors(bridge, model, model_path)
+    group.agree((400, f"{model_path} is not what its config.json says: {unmatched}") if unmatched else None)
     with torch.no_grad():
         bridge.load_weights([model], str(model_path))
     ddp = DistributedDataParallelConfig(overlap_grad_reduce=False, average_in_collective=False, grad_reduce_in_fp32=True)
@@ -314,12 +321,20 @@ def _check_layout(spec: TrainerSpec, hf_config: Any) -> None:
             raise ValueError(f"{name} {getattr(hf_config, name)} does not divide by {parts}: choose another tp or pp for this model")
 
 
-def _missing_tensors(bridge: Any, model: torch.nn.Module, model_path: Path) -> list[str]:
-    """What this rank would look for in vain; found here, because inside the load it would leave the other ranks waiting."""
+def _unmatched_tensors(bridge: Any, model: torch.nn.Module, model_path: Path) -> str | None:
+    """Which tensors this rank would look for in vain, or would leave out (a bias that no parameter takes), if any.
+
+    Found here, because inside the load it would leave other ranks waiting, or be silent.
+    """
     there = set(SafeTensorIO(str(model_path)).load_hf_weight_names())
     local = bridge._weight_name_mapping_mcore_local_to_global(model).values()
     wanted = {name for parameter in local for name in bridge._weight_name_mapping_mcore_to_hf(parameter)}
-    return sorted(wanted - there)
+    if missing := sorted(wanted - there):
+        return f"it lacks {', '.join(missing[:5])}"
+    # A pipeline stage has some of the layers only, but their kinds of tensors are those of all.
+    kinds = {_LAYER.sub(".layers.*.", name) for name in wanted} | set(bridge._DIRECT_MAPPING.values()) | {"lm_head.weight"}
+    surplus = sorted(name for name in there if _LAYER.sub(".layers.*.", name) not in kinds and not name.endswith("inv_freq"))
+    return f"nothing takes {', '.join(surplus[:5])}" if surplus else None
 
 
 def packing(padded_lengths: list[int]) -> PackedSeqParams:

@@ -163,23 +163,28 @@ def lead(spec: TrainerSpec, group: Group, rank: Rank, desk: Desk, listener: sock
     server = Server(build_app(desk, spec.token), listener)
     server.start()
     while not rank.stopping:
-        desk.busy = False
         try:
             command = desk.commands.get(timeout=spec.control_timeout_s / 5)
         except queue.Empty:
             group.send(None)
             continue
-        desk.busy = True
-        _lead_one(group, rank, command)
+        # False when the caller went away while the command stood in line; once it runs, nothing can cancel it.
+        if command.answer.set_running_or_notify_cancel():
+            desk.busy = True
+            _lead_one(group, rank, desk, command)
     server.stop(STOP_S)
 
 
-def _lead_one(group: Group, rank: Rank, command: Command) -> None:
+def _lead_one(group: Group, rank: Rank, desk: Desk, command: Command) -> None:
     group.send({"name": command.name, "body": command.body.model_dump(mode="json")})
     try:
-        command.answer.set_result(rank.do(command.name, command.body))
+        reply = rank.do(command.name, command.body)
     except Refused as refused:
+        desk.busy = False
         command.answer.set_exception(Refusal(refused.status, refused.message))
+    else:
+        desk.busy = False
+        command.answer.set_result(reply)
 
 
 def follow(group: Group, rank: Rank) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from importlib.metadata import version
 from pathlib import Path
+from pickle import UnpicklingError
 
 import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
@@ -59,7 +60,7 @@ def resume(spec: TrainerSpec, group: Group, path: Path) -> tuple[Model, checkpoi
                 f"start it with that layout, or load the weights alone from {checkpoint.hf_path} (the optimizer then begins anew)",
             )
         state = torch.load(path / rank_file(group.rank), weights_only=True) if not fault else None
-    except (ValueError, OSError, RuntimeError) as error:
+    except (ValueError, OSError, RuntimeError, UnpicklingError) as error:
         fault = (409, str(error))
     group.agree(fault)
     assert state is not None

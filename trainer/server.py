@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import os
 import queue
 import socket
 import threading
+import traceback
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
 import uvicorn
-from fastapi import FastAPI, Request
+from fastapi import Depends, FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel
@@ -68,14 +70,12 @@ class Desk:
 
 
 def build_app(desk: Desk, token: str | None) -> FastAPI:
-    app = FastAPI(title="Headrace trainer")
-
-    @app.middleware("http")
-    async def authorize(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
+    async def authorize(request: Request) -> None:
         given = request.headers.get("authorization", "")
         if token is not None and not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
-            return JSONResponse({"detail": "this trainer wants the header: Authorization: Bearer TOKEN"}, 401)
-        return await call_next(request)
+            raise HTTPException(401, "this trainer wants the header: Authorization: Bearer TOKEN")
+
+    app = FastAPI(title="Headrace trainer", dependencies=[Depends(authorize)])
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
@@ -110,7 +110,18 @@ class Server:
 
     def __init__(self, app: FastAPI, listener: socket.socket) -> None:
         self._server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=2))
-        self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [listener]}, name="http", daemon=True)
+        self._listener = listener
+        self._thread = threading.Thread(target=self._serve, name="http", daemon=True)
+
+    def _serve(self) -> None:
+        try:
+            self._server.run(sockets=[self._listener])
+        finally:
+            if not self._server.should_exit:
+                # Without its HTTP side the rank would idle for ever, deaf; the supervisor forks a new group.
+                traceback.print_exc()
+                print("trainer: the HTTP thread ended by itself", flush=True)
+                os._exit(1)
 
     def start(self) -> None:
         self._thread.start()

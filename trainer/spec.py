@@ -58,7 +58,7 @@ class TrainerSpec(_Strict):
     work_timeout_s: float = Field(1800.0, gt=0.0)
     """How long a rank waits for the others inside a command: longer than the slowest rank's share of a step."""
     max_quick_deaths: int = Field(5, ge=1)
-    quick_death_s: float = Field(60.0, gt=0.0)
+    quick_death_s: float = Field(10.0, gt=0.0)
     """A group that dies this soon after its fork died quickly; after `max_quick_deaths` in a row the trainer gives up."""
 
     @model_validator(mode="after")

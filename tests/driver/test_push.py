@@ -183,7 +183,7 @@ async def test_L3_tokens_of_weights_that_failed_their_check_are_cut_and_verified
     engine.log_probs = [-9.0, -9.0]
     later = Snapshot("run", 0, 4, SNAPSHOT.buckets, GOOD, SNAPSHOT.canary_ids, SNAPSHOT.canary_log_probs)
     pushing = asyncio.create_task(pusher.push_all(later))
-    while slot.state != "shut":
+    while slot.state != "shut":  # noqa: ASYNC110 - the scripted engine steps with the loop
         await asyncio.sleep(0)
     trusted = await pusher.trusted(slot, answer)  # waits for the push to be decided
     assert slot.state == "quarantined"

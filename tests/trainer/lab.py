@@ -21,7 +21,7 @@ os.dup2(2, 1)
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM  # noqa: E402
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM  # noqa: E402
 
 from store import open_store  # noqa: E402
 from trainer import cpu, export, main, rank  # noqa: E402  (installs the CPU shim before megatron comes in)
@@ -59,6 +59,7 @@ def make_models(directory: str) -> dict[str, str]:
     kinds: dict[str, tuple[Any, Any]] = {
         "qwen3": (Qwen3ForCausalLM, Qwen3Config(**shape, head_dim=24, tie_word_embeddings=False, rope_parameters=rope(10000.0))),
         "qwen3_tied": (Qwen3ForCausalLM, Qwen3Config(**shape, head_dim=16, tie_word_embeddings=True, rope_parameters=rope(50000.0))),
+        "qwen2": (Qwen2ForCausalLM, Qwen2Config(**shape, tie_word_embeddings=False, rope_parameters=rope(10000.0))),
         "llama": (LlamaForCausalLM, LlamaConfig(**shape, tie_word_embeddings=False, rope_parameters=rope(10000.0))),
         "llama_tied": (LlamaForCausalLM, LlamaConfig(**shape, tie_word_embeddings=True, rope_parameters=rope(500.0))),
         "demo": (Qwen3ForCausalLM, Qwen3Config(**demo, tie_word_embeddings=True, rope_parameters=rope(10000.0))),

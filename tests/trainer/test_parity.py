@@ -41,8 +41,9 @@ def assert_equal_steps(found: Any, expected: Any) -> None:
     assert found.error(expected, "weights") < 1e-5
 
 
-@pytest.mark.parametrize("dp", [1, 2])
-@pytest.mark.parametrize("model", ["qwen3", "qwen3_tied", "llama", "llama_tied"])
+@pytest.mark.parametrize(
+    ("model", "dp"), [(m, dp) for m in ("qwen3", "qwen3_tied", "llama", "llama_tied") for dp in (1, 2)] + [("qwen2", 2)]
+)
 def test_M2_two_steps_equal_plain_torch_at_temperatures_0_7_1_0_and_1_3(
     lab: Any, rows: Any, make_spec: MakeSpec, plan: Any, model: str, dp: int
 ) -> None:

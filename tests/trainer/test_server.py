@@ -107,6 +107,10 @@ async def test_what_cannot_be_done_is_refused_in_words_and_the_trainer_stays_wel
         (odd / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
         (odd / "model.safetensors").touch()
         assert (await refusal(client.load(str(odd)))) == (400, "model type 'gpt2' is not supported; supported are llama, qwen2, qwen3")
+        biased = tmp_path / "biased"
+        shutil.copytree(models["qwen2"], biased)
+        (biased / "config.json").write_text((biased / "config.json").read_text().replace("qwen2", "llama"))
+        assert "nothing takes model.layers.0.self_attn.k_proj.bias" in (await refusal(client.load(str(biased))))[1]
         await client.load()
 
         answer = await trainer.http.post(f"{trainer.url}/v1/save", json={"directory": "x", "kep_last": 1}, **raw)

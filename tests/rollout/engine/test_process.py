@@ -92,7 +92,11 @@ def test_it_dies_with_its_parent(checkpoints: Callable[..., Path], tmp_path: Pat
     wait_for(lambda: "serving" in log_path.read_text(), "the engine to serve", 30.0)
     parent.send_signal(signal.SIGKILL)
     parent.wait(5)
-    wait_for(lambda: not alive(child), "the engine to die", 2.0)
+    try:
+        wait_for(lambda: not alive(child), "the engine to die", 2.0)
+    finally:
+        if alive(child):
+            os.kill(child, signal.SIGKILL)
 
 
 def alive(pid: int) -> bool:
