@@ -9,6 +9,7 @@ HTTP and no accounts, given both cores; on a model of megabytes it is expected t
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import subprocess
@@ -35,7 +36,7 @@ def service(bound: int, batches: int, directory: Path) -> dict[str, float]:
     subprocess.run([*argv, *(p for s in settings for p in ("--set", s))], check=True, timeout=600)
     rows = read_metrics(directory)[WARM_UP:]
     return {
-        "period_s": median([b["time_s"] - a["time_s"] for a, b in zip(rows, rows[1:], strict=False)]),
+        "period_s": median([b["time_s"] - a["time_s"] for a, b in itertools.pairwise(rows)]),
         "engine_busy": median([r["engine_busy"] for r in rows if r["engine_busy"] is not None]),
         "trainer_busy": median([r["trainer_busy"] for r in rows if r["trainer_busy"] is not None]),
         "staleness_mean": median([r["staleness_mean"] for r in rows]),

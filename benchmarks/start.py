@@ -1,6 +1,6 @@
 """How long a start takes: `headrace up` to the first tokens, and importing the driver (which must not bring torch).
 
-    python -m benchmarks.start [--quick] [--json FILE]
+python -m benchmarks.start [--quick] [--json FILE]
 """
 
 from __future__ import annotations
