@@ -12,7 +12,9 @@ def client(token: str | None = None, loopback: bool = True) -> TestClient:
     return TestClient(create_app({}, token=token, loopback=loopback, shutdown=lambda: None), raise_server_exceptions=False)
 
 
-@pytest.mark.parametrize("header", [{}, {"authorization": "Bearer wrong"}, {"authorization": "secret"}, {"authorization": "Bearer secret2"}])
+@pytest.mark.parametrize(
+    "header", [{}, {"authorization": "Bearer wrong"}, {"authorization": "secret"}, {"authorization": "Bearer secret2"}]
+)
 def test_with_a_token_nothing_but_health_answers_without_it(header):
     service = client("secret", loopback=False)
     for path in ("/v1/runs", "/metrics", "/openapi.json", "/v1/runs/x/datasets", "/docs"):
@@ -37,4 +39,13 @@ def test_the_openapi_names_every_call_of_the_command_line():
     wanted = ["", "/datasets", "/datasets/{dataset_id}/rows", "/datasets/{dataset_id}/close", "/trajectories", "/trajectories/{traj_uid}"]
     wanted += ["/staleness", "/queues", "/engines", "/why", "/pause", "/resume", "/drain", "/cancel", "/logs/{role}", "/batches"]
     assert {run + tail for tail in wanted} <= paths.keys()
-    assert {"/v1/runs", "/v1/staleness", "/v1/queues", "/v1/engines", "/v1/why", "/v1/shutdown", "/v1/config/check", "/health"} <= paths.keys()
+    assert {
+        "/v1/runs",
+        "/v1/staleness",
+        "/v1/queues",
+        "/v1/engines",
+        "/v1/why",
+        "/v1/shutdown",
+        "/v1/config/check",
+        "/health",
+    } <= paths.keys()

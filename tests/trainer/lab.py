@@ -165,7 +165,9 @@ def _layout_rank(facts: TrainerSpec, names: dict[str, Any], requests: list[dict[
         arrays |= {f"gradients/{step}/{name}": tensor.numpy().copy() for name, tensor in export.hf_tensors(model)}
         for parameter, weight in weights:
             parameter.data.copy_(weight)
-    arrays |= {f"weights/{name}": tensor.numpy().copy() for name, tensor in export.hf_tensors(model)}
+    exported = [(name, tensor.numpy().copy()) for name, tensor in export.hf_tensors(model)]
+    assert len(exported) == len(dict(exported)), "each name once, tied embeddings over pipeline stages included"
+    arrays |= {f"weights/{name}": array for name, array in exported}
     if group.rank == 0:
         np.savez(out, allow_pickle=False, **arrays)
         result.write_text(json.dumps({"reports": reports}))
