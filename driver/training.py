@@ -69,6 +69,7 @@ class Training:
         self._incarnation: int | None = None
         self._lost = asyncio.Event()
         self._looked_at = 0.0
+        self._recording: asyncio.Task[None] | None = None
         self.busy = Busy()
         self.replayed = 0
         self.epochs_from_losses = 0
@@ -96,10 +97,19 @@ class Training:
     async def run(self) -> None:
         """Consumes ready samples; waits for P of them, or for the trainer; unblocked by any change of the ledger. Ends when no
         batch can come any more (stop rule, input exhausted, drain)."""
+        try:
+            await self._loop()
+        finally:
+            if self._recording is not None and not self._core.stopping:
+                self._recording.cancel()
+
+    async def _loop(self) -> None:
         core = self._core
         self._lost.set()
         while not core.stopping:
             self._bell.clear()
+            if self._recording is not None and self._recording.done():
+                await self._recorded()
             if self._client is None:
                 if "trainer" not in core.waits:
                     core.waiting("trainer", "the trainer process is starting")
@@ -113,6 +123,7 @@ class Training:
                     continue
                 if self._over():
                     await self._commit()
+                    await self._recorded()
                     return
                 if self._assemble() is not None:
                     await core.db.durable()
@@ -247,13 +258,21 @@ class Training:
         return self._core.config.directory / "checkpoints"
 
     async def _commit(self) -> None:
-        """Save a checkpoint of the trained version, then record that it holds everything up to it."""
+        """Save a checkpoint of the trained version; recording that it holds everything up to it goes on beside the next step."""
         ledger = self._core.ledger
+        await self._recorded()
         if ledger.trained_version == ledger.committed_version and ledger.checkpoint is not None:
             return
         assert self._client is not None
         saved = await self._client.save(str(self.checkpoint_directory), self._core.config.checkpoint.keep_last)
-        await self._record_commit(saved.trained_version, saved.path)
+        await self._recorded()
+        self._recording = asyncio.create_task(self._record_commit(saved.trained_version, saved.path), name="commit")
+
+    async def _recorded(self) -> None:
+        """Wait for the commit that is being recorded beside the training; its exception is raised here."""
+        if self._recording is not None:
+            await self._recording
+            self._recording = None
 
     async def _record_commit(self, version: int, path: str) -> None:
         """Finish what the checkpoint holds: archive it, then record it, then free its rows.
@@ -277,6 +296,7 @@ class Training:
         if self.ready:
             try:
                 await self._commit()
+                await self._recorded()
             except (TrainerLost, TrainerRefused) as error:
                 log.warning("stopped without a last checkpoint: %s; the batches since are replayed", error)
 
@@ -316,6 +336,7 @@ class Training:
             # Trained and saved, but the driver died before it wrote so: the checkpoint is the truth.
             batch_id = ledger.trained_version
             core.apply(BatchApplied(batch_id=batch_id, epoch=ledger.epoch, skipped=None, report=b"{}", time=time.time()))
+        await self._recorded()
         if path is not None and version > ledger.committed_version:
             await self._record_commit(version, path)
         if version < ledger.trained_version:

@@ -209,7 +209,7 @@ def test_a_skipped_step_discards_its_rows_with_the_reason():
     ledger.apply(BatchApplied(batch_id=0, epoch=0, skipped="loss is not finite", report=b"", time=0.0))
     ledger.apply(VersionCommitted(version=1, checkpoint="x", time=0.0))
     assert ledger.counts.by_outcome == {"discarded": 2}
-    assert ledger.counts.by_reason == {"step skipped": 2}
+    assert ledger.counts.by_reason == {"step skipped: loss is not finite": 2}
     assert ledger.trained_version == 1
 
 
