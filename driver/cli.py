@@ -235,6 +235,8 @@ def status(
         table.add_row("discarded", f"{count} × {reason}")
     if facts["trajectories"]["last_discard"]:
         table.add_row("last discard", facts["trajectories"]["last_discard"]["reason"])
+    for alarm in facts["alarms"]:
+        table.add_row("[red]alarm[/red]", alarm)
     for side, wait in facts["why"].items():
         table.add_row(f"{side} waits", f"{wait['seconds']:.1f} s: {wait['reason']}")
     out.print(table)

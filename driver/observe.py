@@ -5,6 +5,7 @@ Nothing here changes state, and nothing scans all trajectories: totals are kept 
 
 from __future__ import annotations
 
+import itertools
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from driver.run import Run
 
 PAGE_ROWS = 100
+ALARM_SKIPPED_BATCHES = 5
 
 
 def status(run: Run) -> dict[str, Any]:
@@ -47,8 +49,17 @@ def status(run: Run) -> dict[str, Any]:
         "staleness_bound": config.staleness.bound,
         "logprob_gap_max": run.gap_max,
         "datasets": [msgspec.to_builtins(d) for d in run.core.feed.datasets()],
+        "alarms": alarms(run),
         "why": why(run)["waits"],
     }
+
+
+def alarms(run: Run) -> list[str]:
+    """What a person should look at, though the run goes on."""
+    skipped = list(itertools.takewhile(lambda batch: batch.get("skipped"), reversed(run.recent)))
+    if len(skipped) < ALARM_SKIPPED_BATCHES:
+        return []
+    return [f"the last {len(skipped)} batches trained nothing ({skipped[0]['skipped']}); look at the rewards: headrace show TRAJ"]
 
 
 def counts(run: Run) -> dict[str, Any]:

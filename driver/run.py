@@ -18,6 +18,7 @@ from typing import Any
 
 import orjson
 
+from driver import observe
 from driver.archive import Archive, FinishedTrajectory, MetricsLog, read_metrics
 from driver.config import RunConfig
 from driver.core import Core
@@ -347,6 +348,8 @@ class Run:
             self.recent.pop()
         self.recent.append(line)
         self.metrics.write(line)
+        for alarm in observe.alarms(self):
+            log.warning("%s", alarm)
         stop = self.config.stop
         window = [m["reward_mean"] for m in list(self.recent)[-stop.reward_window :]]
         if stop.reward is not None and len(window) == stop.reward_window and sum(window) / len(window) >= stop.reward:

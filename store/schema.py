@@ -41,7 +41,7 @@ def _rollout(name: str, dtype: str, shape: tuple[str | int, ...], meaning: str) 
 
 
 def _reward(name: str, dtype: str, meaning: str) -> FieldSpec:
-    return FieldSpec(name, "reward", dtype, (), "driver.run", ("trainer", "driver.archive"), "driver", _ROW_ENDS, meaning)
+    return FieldSpec(name, "reward", dtype, (), "driver.dispatch", ("trainer", "driver.archive"), "driver", _ROW_ENDS, meaning)
 
 
 FIELDS: tuple[FieldSpec, ...] = (
