@@ -17,7 +17,8 @@ import httpx
 from benchmarks.common import Aim, Stopwatch, arguments, median, read_json, report
 from benchmarks.overlap import CONFIG, DATA
 
-IMPORTS = "import driver.run, driver.service, driver.up, sys; sys.exit('torch' in sys.modules)"
+AS_UP_DOES = "from driver.cli import import_service; import_service(); import sys; sys.exit('torch' in sys.modules)"
+PLAINLY = "import driver.up, sys; sys.exit('torch' in sys.modules)"
 
 
 def first_token(directory: Path) -> float:
@@ -44,9 +45,9 @@ def first_token(directory: Path) -> float:
         process.wait(60)
 
 
-def importing() -> float:
+def importing(program: str) -> float:
     watch = Stopwatch()
-    subprocess.run([sys.executable, "-P", "-c", IMPORTS], check=True)
+    subprocess.run([sys.executable, "-P", "-c", program], check=True)
     total = watch.seconds()
     watch = Stopwatch()
     subprocess.run([sys.executable, "-P", "-c", "pass"], check=True)
@@ -58,8 +59,12 @@ def main() -> int:
     starts, imports = (1, 3) if options.quick else (5, 9)
     with tempfile.TemporaryDirectory() as directory:
         tokens = [first_token(Path(directory) / str(number)) for number in range(starts)]
-    importing()  # the first reads the files from disk
-    figures = {"up_to_first_token_s": median(tokens), "import_driver_s": median([importing() for _ in range(imports)])}
+    importing(PLAINLY)  # the first reads the files from disk
+    figures = {
+        "up_to_first_token_s": median(tokens),
+        "import_driver_s": median([importing(AS_UP_DOES) for _ in range(imports)]),
+        "import_driver_plainly_s": median([importing(PLAINLY) for _ in range(imports)]),
+    }
     aims: dict[str, Aim] = {"up_to_first_token_s": ("<=", 20.0), "import_driver_s": ("<=", 1.0)}
     return report("start", figures, aims, options, ["torch", "megatron-core", "fastapi", "pyarrow"])
 

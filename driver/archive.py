@@ -21,8 +21,6 @@ from typing import Any
 
 import msgspec
 import orjson
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 
 class FinishedTrajectory(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,32 +49,38 @@ class FinishedTrajectory(msgspec.Struct, frozen=True, kw_only=True):
     parts: str = "{}"  # JSON
 
 
-_SCHEMA = pa.schema(
-    [
-        ("traj_uid", pa.string()),
-        ("uid", pa.int64()),
-        ("run_id", pa.string()),
-        ("dataset_id", pa.string()),
-        ("row_index", pa.int64()),
-        ("outcome", pa.string()),
-        ("reason", pa.string()),
-        ("version_tag", pa.int64()),
-        ("batch_id", pa.int64()),
-        ("reward", pa.float64()),
-        ("is_correct", pa.bool_()),
-        ("prompt", pa.string()),
-        ("response", pa.string()),
-        ("input_ids", pa.list_(pa.int32())),
-        ("response_mask", pa.list_(pa.int8())),
-        ("rollout_log_probs", pa.list_(pa.float32())),
-        ("version_spans", pa.list_(pa.list_(pa.int64()))),
-        ("attempts", pa.int32()),
-        ("started_at", pa.float64()),
-        ("finished_at", pa.float64()),
-        ("parts", pa.string()),
-    ]
-)
-assert tuple(_SCHEMA.names) == FinishedTrajectory.__struct_fields__
+@functools.cache
+def _schema() -> Any:
+    """pyarrow takes a quarter of a second to import: it is, at the first file."""
+    import pyarrow as pa
+
+    schema = pa.schema(
+        [
+            ("traj_uid", pa.string()),
+            ("uid", pa.int64()),
+            ("run_id", pa.string()),
+            ("dataset_id", pa.string()),
+            ("row_index", pa.int64()),
+            ("outcome", pa.string()),
+            ("reason", pa.string()),
+            ("version_tag", pa.int64()),
+            ("batch_id", pa.int64()),
+            ("reward", pa.float64()),
+            ("is_correct", pa.bool_()),
+            ("prompt", pa.string()),
+            ("response", pa.string()),
+            ("input_ids", pa.list_(pa.int32())),
+            ("response_mask", pa.list_(pa.int8())),
+            ("rollout_log_probs", pa.list_(pa.float32())),
+            ("version_spans", pa.list_(pa.list_(pa.int64()))),
+            ("attempts", pa.int32()),
+            ("started_at", pa.float64()),
+            ("finished_at", pa.float64()),
+            ("parts", pa.string()),
+        ]
+    )
+    assert tuple(schema.names) == FinishedTrajectory.__struct_fields__
+    return schema
 
 
 class Archive:
@@ -124,7 +128,10 @@ class Archive:
                 return
             final = self.directory / f"trajectories-{self._next_file:08d}.parquet"
             partial = self.directory / f".{final.name}.tmp"
-            table = pa.Table.from_pylist([msgspec.structs.asdict(row) for row in rows], schema=_SCHEMA)
+            import pyarrow as pa
+            import pyarrow.parquet as pq
+
+            table = pa.Table.from_pylist([msgspec.structs.asdict(row) for row in rows], schema=_schema())
             try:
                 with partial.open("wb") as file:
                     pq.write_table(table, file, compression="zstd")
@@ -148,6 +155,8 @@ class Archive:
             for row in reversed(self._rows):
                 if row.traj_uid == traj_uid:
                     return row
+        import pyarrow.parquet as pq
+
         for path in reversed(_files(self.directory)):
             # The file's statistics tell most files apart without reading a column.
             found = pq.read_table(path, filters=[("traj_uid", "=", traj_uid)]).to_pylist()
@@ -158,6 +167,8 @@ class Archive:
 
 def read_trajectories(directory: Path) -> Iterator[FinishedTrajectory]:
     """All archived trajectories in the order written, each `traj_uid` once: the row written last wins. One file in memory at a time."""
+    import pyarrow.parquet as pq
+
     last: dict[str, tuple[int, int]] = {}
     files = _files(directory)
     for number, path in enumerate(files):

@@ -6,12 +6,14 @@ standard error and exit status 1; a bad configuration is 2.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Any, NoReturn
 
 import httpx
@@ -108,12 +110,23 @@ def up(
     if detach:
         _detach(config, overrides or [], checked.directory, exit_when_done)
         return
-    from driver.up import CannotStart, main
-
+    service = import_service()
     try:
-        raise typer.Exit(main(checked, exit_when_done=exit_when_done, quiet=quiet))
-    except CannotStart as error:
+        raise typer.Exit(service.main(checked, exit_when_done=exit_when_done, quiet=quiet))
+    except service.CannotStart as error:
         fail(str(error))
+
+
+def import_service() -> ModuleType:
+    """The service's modules. They make some 10^5 objects that never die: not counting them saves a third of the time, now and in
+    every later collection."""
+    gc.disable()
+    try:
+        from driver import up as service
+    finally:
+        gc.freeze()
+        gc.enable()
+    return service
 
 
 def _detach(config: Path, overrides: list[str], directory: Path, exit_when_done: bool) -> None:

@@ -23,8 +23,6 @@ from typing import Any, BinaryIO, Literal
 
 import msgspec
 import orjson
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from driver.config import RunConfig
 
@@ -219,6 +217,9 @@ def _what_is_wrong(line: bytes, error: orjson.JSONDecodeError) -> str:
 
 
 def _parquet_records(stream: BinaryIO) -> Iterator[tuple[int, dict[str, Any], int]]:
+    import pyarrow as pa  # a quarter of a second that a start without Parquet is spared
+    import pyarrow.parquet as pq
+
     number = 0
     try:
         file = pq.ParquetFile(stream)
