@@ -101,6 +101,10 @@ class Run:
 
     async def run(self) -> None:
         """Until the run has ended by its rules, was stopped, or failed. The state says which; LedgerError and the like do not escape."""
+        if self.core.ledger.ended is not None:
+            log.info("run %s has ended (%s); for another one choose another run_id or run_dir", self.core.run_id, self.core.ledger.ended)
+            await self._wind_down()
+            return
         self._reconcile()
         training = asyncio.create_task(self.training.run(), name="training")
         others = [
