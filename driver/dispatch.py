@@ -413,11 +413,11 @@ class Dispatch:
         self._rows.pop(sample.uid, None)
         ready = sample.in_state("ready")
         if sample.batch_id is None and ready and len(ready) < self._core.config.rollout.min_group:
-            self._core.store.free([Ref.from_wire(ref) for t in ready for leaf in t.leaves for ref in (leaf.rollout, leaf.reward)])
             missing = next((t.reason for t in sample.trajectories if t.outcome == DISCARDED), "its siblings were discarded")
             self._core.apply(SampleDiscarded(uid=sample.uid, reason=f"group too small: {missing}", time=time.time()))
             for trajectory in ready:
                 self._on_discarded(sample, trajectory)
+            self._core.store.free([Ref.from_wire(ref) for t in ready for leaf in t.leaves for ref in (leaf.rollout, leaf.reward)])
 
 
 def reward_columns(score: float, is_correct: bool | None) -> dict[str, Any]:

@@ -154,8 +154,11 @@ class Run:
         """All batches are committed; whatever is still live ends with the reason the run ended for."""
         how = self.core.ending or ("all batches trained" if self.config.stop.batches else "input exhausted")
         for sample in list(self.core.ledger.live()):
-            self._free(sample.in_state("ready"))
+            unfinished = [t for t in sample.trajectories if t.state != "finished"]
             self.core.apply(SampleDiscarded(uid=sample.uid, reason=f"run ended: {how}", time=time.time()))
+            for trajectory in unfinished:
+                self._archive_discarded(sample, trajectory)
+            self._free(unfinished)
         self.core.apply(RunEnded(how=how))
 
     async def _wind_down(self) -> None:
