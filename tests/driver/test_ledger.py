@@ -144,6 +144,7 @@ class AnyRun(RuleBasedStateMachine):
         live = Counter(t.state for s in self.ledger.samples.values() for t in s.trajectories)
         for state in (RUNNING, READY, CONSUMED):
             assert live[state] == counts.by_state[state]
+        assert sum(self.ledger.staleness.values()) == self.ledger.samples_taken
         assert sum(counts.by_outcome.values()) == counts.by_state[FINISHED] == len(self.ended)
 
     @invariant()

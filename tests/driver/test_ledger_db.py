@@ -39,6 +39,7 @@ def play(db: LedgerDB, ledger: Ledger) -> None:
 def view(ledger: Ledger) -> dict[str, object]:
     return {
         "samples": ledger.samples,
+        "order": list(ledger.samples),
         "batches": ledger.batches,
         "counts": ledger.counts,
         "live": ledger.live_by_deadline,
@@ -64,6 +65,7 @@ async def test_the_live_view_is_rebuilt_exactly(tmp_path):
     db.close()
     again = LedgerDB(tmp_path / "ledger.sqlite")
     assert view(again.load()) == view(ledger)
+    assert again._connection.execute("PRAGMA synchronous").fetchone() == (2,), "FULL: a commit survives the host"
     again.close()
 
 
