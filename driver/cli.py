@@ -133,7 +133,10 @@ def _detach(config: Path, overrides: list[str], directory: Path, exit_when_done:
     directory.joinpath("logs").mkdir(parents=True, exist_ok=True)
     before = directory / "service.json"
     if before.exists():
-        before.unlink()  # of a service that died; a living one holds the ledger and the new one says so
+        facts = json.loads(before.read_text())
+        if _alive(facts["pid"]):
+            fail(f"run {facts['run_id']} is up already at {facts['url']} (process {facts['pid']}); end it first: headrace down")
+        before.unlink()  # of a service that died
     argv = [sys.executable, "-P", "-m", "driver.cli", "up", str(config), "--quiet", *(a for o in overrides for a in ("--set", o))]
     if exit_when_done:
         argv.append("--exit-when-done")

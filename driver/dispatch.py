@@ -101,7 +101,7 @@ class Dispatch:
         """Consumes dataset rows; waits for room on the engines, for A4, for the watermark; unblocked by any change. Ends never: its
         owner cancels it. An exception of a trajectory's task is raised here."""
         for sample in self._core.ledger.live():
-            self._queue.extend((sample, t) for t in sample.in_state(RUNNING))
+            self.enqueue(sample)
         async with asyncio.TaskGroup() as group:
             while True:
                 self._bell.clear()
@@ -111,10 +111,9 @@ class Dispatch:
                     self.generating += 1
                 await self._bell.wait(1.0)
 
-    def cancel_all(self) -> None:
-        """Stop what is in flight (SIGTERM, end of run). What it was stays recorded as running."""
-        for task in self._tasks.values():
-            task.cancel()
+    def enqueue(self, sample: Sample) -> None:
+        """What is running of this sample and has no task: after a restart, or because its rows were lost."""
+        self._queue.extend((sample, t) for t in sample.in_state(RUNNING) if t.traj_uid not in self._tasks)
 
     def _room(self) -> int:
         """Requests the open engines would take now, less the tasks that are about to ask for one."""
@@ -242,12 +241,11 @@ class Dispatch:
     async def _to_ready(self, sample: Sample, trajectory: Trajectory, generated: Callable[[], None]) -> None:
         core = self._core
         row = self._row(sample)
-        while True:
-            attempt = trajectory.infrastructure_attempts + trajectory.data_attempts
+        tree = await self._run_workflow(row, trajectory)
+        generated()
+        while True:  # what was sampled is scored again after a failure, never sampled again
             try:
-                tree = await self._run_workflow(row, trajectory)
-                generated()
-                leaves = await self._score(row, trajectory, tree, attempt)
+                leaves = await self._score(row, trajectory, tree)
                 break
             except ScoreFailed as error:
                 self._retry(trajectory, "data" if error.data else "infrastructure", str(error))
@@ -366,10 +364,11 @@ class Dispatch:
 
     # ---- rows and scores -----------------------------------------------------------------------------------------------
 
-    async def _score(self, row: DataRow, trajectory: Trajectory, tree: Tree, attempt: int) -> list[Leaf]:
+    async def _score(self, row: DataRow, trajectory: Trajectory, tree: Tree) -> list[Leaf]:
         """Put each leaf's rollout columns, score it, put its reward columns. On failure the rows are freed again."""
         core, config = self._core, self._core.config
         leaves = tree.leaves()
+        attempt = trajectory.infrastructure_attempts + trajectory.data_attempts
         refs: list[Ref] = []
         try:
             pending: list[tuple[str, Ref, int, int, Awaitable[Any]]] = []

@@ -23,6 +23,7 @@ from rollout.pool import EnginePool, EngineSlot
 from rollout.version import Version
 
 log = logging.getLogger("headrace.push")
+REMEMBERED_VERSIONS = 10_000  # more than any trajectory in flight can span
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class Pusher:
         self._deadline_s = deadline_s
         self._tolerance = logprob_tolerance
         self._replace = replace
-        self._verified: set[tuple[str, str]] = set()  # (engine_id, version text)
+        self._verified: dict[tuple[str, str], None] = {}  # (engine_id, version text), the oldest first
         self._pushing: dict[str, asyncio.Future[None]] = {}
         self.gap_max = 0.0
         self.seconds = 0.0
@@ -167,7 +168,9 @@ class Pusher:
         gap = max((abs(a - b) for a, b in zip(log_probs, snapshot.canary_log_probs, strict=True)), default=0.0)
         if not gap <= self._tolerance:
             raise PushRefused(f"log-probs of the fixed sequence differ by {gap:.2e} (tolerance {self._tolerance:.0e})")
-        self._verified.add((slot.engine_id, str(label)))
+        self._verified[slot.engine_id, str(label)] = None
+        if len(self._verified) > REMEMBERED_VERSIONS:
+            del self._verified[next(iter(self._verified))]
         self._pool.open(slot, label)
         return gap
 

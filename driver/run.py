@@ -77,6 +77,7 @@ class Run:
             on_snapshot=self._on_snapshot,
             on_applied=self._on_applied,
             archive=self._archive_finished,
+            on_running_again=self.dispatch.enqueue,
         )
         self.processes = Processes(self)
         self.state = "starting"
@@ -232,11 +233,12 @@ class Run:
 
     def resume(self) -> None:
         self.core.paused = False
-        self._renamed("running")
+        self._renamed("draining" if self.core.draining else "running")
 
     def drain(self) -> None:
         """No new samples; what is registered is finished and trained, then the run ends."""
         self.core.draining = "draining on request"
+        self.core.paused = False
         self._renamed("draining")
 
     def cancel(self) -> None:
@@ -263,8 +265,7 @@ class Run:
     def _on_snapshot(self, snapshot: Snapshot) -> None:
         """A newer version supersedes one that was not pushed yet; pending pushes coalesce to the newest."""
         superseded, self._newest = self._newest, snapshot
-        if superseded not in (None, self._kept, self._pushing):
-            assert superseded is not None
+        if superseded is not None:
             self._free_buckets(superseded)
         self.core.ring()
 
@@ -283,13 +284,12 @@ class Run:
                     self.gap_max = max(outcome.logprob_gap, self.gap_max or 0.0)
             if any(outcome.verified for outcome in outcomes):
                 self._serve(snapshot)
-            if snapshot not in (self._newest, self._kept):
-                self._free_buckets(snapshot)
+            self._free_buckets(snapshot)
             self.core.ring()
 
     def _serve(self, snapshot: Snapshot) -> None:
         previous, self._kept = self._kept, snapshot
-        if previous is not None and previous not in (snapshot, self._newest):
+        if previous is not None:
             self._free_buckets(previous)
         ledger = self.core.ledger
         serving = min(
@@ -304,10 +304,15 @@ class Run:
         await self.processes.replace(slot.engine_id, reason)
 
     def _free_buckets(self, snapshot: Snapshot) -> None:
-        self.store.free(Ref.from_wire(bucket) for bucket in snapshot.buckets)
+        """Free what no snapshot still in use holds. By key: a trainer that came back makes the same version under the same keys."""
+        used = {bucket["key"] for s in (self._newest, self._kept, self._pushing) if s is not None for bucket in s.buckets}
+        self.store.free(Ref.from_wire(bucket) for bucket in snapshot.buckets if bucket["key"] not in used)
 
     def _free_snapshots(self) -> None:
-        for snapshot in {id(s): s for s in (self._newest, self._kept) if s is not None}.values():
+        """At the end of the run."""
+        done = [s for s in (self._newest, self._kept, self._pushing) if s is not None]
+        self._newest = self._kept = self._pushing = None
+        for snapshot in done:
             self._free_buckets(snapshot)
 
     # ---- batches -------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import urlsplit
 
 import msgspec
 from fastapi import Body, Depends, FastAPI, Header, HTTPException, Query, Request, Response
@@ -82,6 +83,9 @@ def create_app(runs: dict[str, Run], *, token: str | None, loopback: bool, shutd
             given = request.headers.get("authorization", "")
             if not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
                 return _error(401, "send the service's token: Authorization: Bearer TOKEN")
+        origin = request.headers.get("origin")
+        if origin is not None and urlsplit(origin).netloc != request.headers.get("host"):
+            return _error(403, "a page of another site may not use this service")  # a browser on this machine reaches loopback too
         return await call_next(request)
 
     @app.exception_handler(StarletteHTTPException)

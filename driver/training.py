@@ -57,6 +57,7 @@ class Training:
         on_snapshot: Callable[[Snapshot], None],
         on_applied: Callable[[int, TrainReport], None],
         archive: Callable[[list[Sample], str, str | None], Awaitable[None]],
+        on_running_again: Callable[[Sample], None],
     ) -> None:
         self._core = core
         self._http = http
@@ -64,6 +65,7 @@ class Training:
         self._on_snapshot = on_snapshot
         self._on_applied = on_applied
         self._archive = archive
+        self._on_running_again = on_running_again
         self._bell = core.bell()
         self._client: TrainerClient | None = None
         self._incarnation: int | None = None
@@ -361,7 +363,10 @@ class Training:
             return
         for batch_id in sorted((b for b in missing if b >= first), reverse=True):
             log.warning("batch %d is made again: %d of its rows are gone", batch_id, len(missing[batch_id]))
+            uids = ledger.batches[batch_id].uids
             core.apply(BatchUnmade(batch_id=batch_id, lost=missing[batch_id]))
+            for uid in uids:
+                self._on_running_again(ledger.samples[uid])
 
 
 def rows_present(core: Core, leaves: tuple[Any, ...]) -> bool:

@@ -49,3 +49,9 @@ def test_the_openapi_names_every_call_of_the_command_line():
         "/v1/config/check",
         "/health",
     } <= paths.keys()
+
+
+def test_a_page_of_another_site_can_not_use_the_service_through_a_browser():
+    service = client()
+    assert service.post("/v1/shutdown", headers={"origin": "http://evil.example"}).status_code == 403
+    assert service.get("/v1/runs", headers={"origin": "http://testserver"}).status_code == 200
