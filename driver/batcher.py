@@ -25,6 +25,15 @@ def feasible(live_by_deadline: Mapping[int, int], next_batch: int, samples_per_b
     return True
 
 
+def smallest_batch(live_by_deadline: Mapping[int, int], next_batch: int) -> int:
+    """The fewest samples per batch with which these live samples can all be trained in time."""
+    live, needed = 0, 1
+    for deadline in sorted(live_by_deadline):
+        live += live_by_deadline[deadline]
+        needed = max(needed, -(-live // max(1, deadline - next_batch + 1)))
+    return needed
+
+
 def admissible(live_by_deadline: Mapping[int, int], deadline: int, next_batch: int, samples_per_batch: int) -> int:
     """How many more samples with this deadline may be registered now (0 or more)."""
     room: int | None = None
@@ -60,10 +69,11 @@ class Choice:
 def choose(candidates: Iterable[Candidate], next_batch: int, samples_per_batch: int, *, short_allowed: bool = False) -> Choice:
     """Take the P oldest ready samples, if what stays behind still fits (the dry-run); else hold, and say for whom.
 
-    `candidates` are all live samples in order of registration (which is order of deadline). `short_allowed` lets a last batch with
+    `candidates` are all live samples. Oldest means earliest deadline, then first registered: after a loss of the trainer the tags go
+    back, so a later sample may have the earlier deadline. `short_allowed` lets a last batch with
     fewer samples through: only when no more samples will come (drain, or input closed and nothing else is running).
     """
-    everything = list(candidates)
+    everything = sorted(candidates, key=lambda c: (c.deadline_batch, c.uid))
     ready = [c for c in everything if c.ready]
     if len(ready) < samples_per_batch and not (short_allowed and ready and len(ready) == len(everything)):
         oldest = next((c for c in everything if not c.ready), None)
@@ -78,7 +88,11 @@ def choose(candidates: Iterable[Candidate], next_batch: int, samples_per_batch: 
         if candidate.uid not in taken_uids:
             left[candidate.deadline_batch] = left.get(candidate.deadline_batch, 0) + 1
     if not feasible(left, next_batch + 1, samples_per_batch):
-        straggler = next(c for c in everything if not c.ready)
+        straggler = next((c for c in everything if not c.ready), None)
+        if straggler is None:
+            return Choice(
+                None, f"{len(everything)} ready samples do not fit into their batches of {samples_per_batch}: raise batch.samples"
+            )
         return Choice(
             None,
             f"batch {next_batch} is held for sample {straggler.uid}, which must be trained by batch {straggler.deadline_batch}",

@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any, NoReturn
+from urllib.parse import urlsplit
 
 import httpx
 import typer
@@ -44,8 +45,8 @@ def fail(text: str, status: int = 1) -> NoReturn:
 class Service:
     """The REST client of the command line."""
 
-    def __init__(self, url: str | None) -> None:
-        token = os.environ.get("HEADRACE_TOKEN")
+    def __init__(self, url: str | None, token: str | None = None) -> None:
+        token = token or os.environ.get("HEADRACE_TOKEN")
         if url is None:
             facts = newest_service()
             if facts is None:
@@ -146,6 +147,7 @@ def _detach(config: Path, overrides: list[str], directory: Path, exit_when_done:
     for _ in range(600):
         if before.exists():
             facts = json.loads(before.read_text())
+            _say_if_over(facts)
             out.print(f"run {facts['run_id']} is up at {facts['url']} (process {facts['pid']})", highlight=False)
             return
         if child.poll() is not None:
@@ -155,15 +157,24 @@ def _detach(config: Path, overrides: list[str], directory: Path, exit_when_done:
     fail(f"the service did not answer within 30 s; see {directory}/logs")
 
 
+def _say_if_over(facts: dict[str, Any]) -> None:
+    """`up` on a run that has ended starts nothing; do not let it look as if it did."""
+    status = Service(facts["url"], facts["token"]).call("GET", f"/v1/runs/{facts['run_id']}")
+    if status["state"] == "finished":
+        err.print(f"run {facts['run_id']} has ended before and is only shown; begin another with a new run_id or run_dir", highlight=False)
+
+
 @app.command()
 def down(url: Url = None, wait_s: Annotated[float, typer.Option(help="how long to wait for its end")] = 90.0) -> None:
     """End the service in order. What is applied is saved and what is ready is kept: `headrace up` goes on from there."""
-    facts = newest_service() if url is None else None
-    Service(url).call("POST", "/v1/shutdown")
+    service = Service(url)
+    pid = service.call("GET", "/health")["pid"]
+    service.call("POST", "/v1/shutdown")
+    here = urlsplit(service.url).hostname in ("127.0.0.1", "localhost", "::1")
     until = time.monotonic() + wait_s
-    while facts is not None and _alive(facts["pid"]):
+    while here and _alive(pid):
         if time.monotonic() > until:
-            fail(f"process {facts['pid']} has not ended after {wait_s:.0f} s; see its logs")
+            fail(f"process {pid} has not ended after {wait_s:.0f} s; see its logs")
         time.sleep(0.1)
     out.print("down")
 
@@ -244,7 +255,8 @@ def status(
         "in_flight",
     ):
         table.add_row(key, str(facts[key]))
-    table.add_row("watermark", f"{facts['watermark']} ({facts['watermark_binding']} binds)")
+    if facts["watermark"] is not None:
+        table.add_row("watermark", f"{facts['watermark']} ({facts['watermark_binding']} binds)")
     table.add_row("staleness", f"max {facts['staleness_max']}, bound {facts['staleness_bound']}")
     table.add_row("trajectories", ", ".join(f"{k} {v}" for k, v in facts["trajectories"].items() if isinstance(v, int)))
     for reason, count in facts["trajectories"]["reasons"].items():
@@ -263,6 +275,43 @@ def show(traj_uid: str, url: Url = None, run: RunName = None) -> None:
     """One trajectory with its lineage, text and rewards."""
     service = Service(url)
     out.print_json(json.dumps(service.call("GET", f"/v1/runs/{service.run(run)}/trajectories/{traj_uid}")))
+
+
+@app.command("list")
+def list_trajectories(
+    url: Url = None,
+    run: RunName = None,
+    state: Annotated[str | None, typer.Option(help="running, ready, consumed or finished")] = None,
+    outcome: Annotated[str | None, typer.Option(help="trained, evaluated or discarded")] = None,
+    after: Annotated[str | None, typer.Option(help="go on after this one")] = None,
+    limit: Annotated[int, typer.Option(min=1, max=1000)] = 20,
+) -> None:
+    """Trajectories in order of registration."""
+    service = Service(url)
+    filters = {"state": state, "outcome": outcome, "after": after, "limit": limit}
+    params = {name: value for name, value in filters.items() if value is not None}
+    page = service.call("GET", f"/v1/runs/{service.run(run)}/trajectories", params=params)
+    table = Table(box=None)
+    for column in ("traj_uid", "state", "outcome", "reward", "version_tag", "batch_id", "attempts", "reason"):
+        table.add_column(column)
+    for item in page["items"]:
+        table.add_row(*("" if item[c.header] is None else str(item[c.header]) for c in table.columns))
+    out.print(table)
+    if page["next"]:
+        out.print(f"more: --after {page['next']}", highlight=False)
+
+
+@app.command()
+def ps(url: Url = None, run: RunName = None) -> None:
+    """The processes of a run."""
+    service = Service(url)
+    table = Table(box=None)
+    columns = ("role", "index", "state", "incarnation", "pid", "children", "url")
+    for column in columns:
+        table.add_column(column)
+    for process in service.call("GET", f"/v1/runs/{service.run(run)}/processes"):
+        table.add_row(*(" ".join(map(str, v)) if isinstance(v := process[c], list) else str(v) for c in columns))
+    out.print(table)
 
 
 @app.command()

@@ -7,6 +7,7 @@ which is relative to the current directory so that one configuration can be run 
 
 from __future__ import annotations
 
+import ast
 import difflib
 import ipaddress
 import json
@@ -215,6 +216,11 @@ class RunConfig(_Section):
         """The longest row there can be."""
         return self.rollout.context_length
 
+    @property
+    def sample_bytes(self) -> int:
+        """Worst case of one sample in the store: every trajectory at full length, its two objects with their headers."""
+        return self.rollout.n * (self.row_tokens * (4 + 1 + 4) + 4096 * 2)
+
     @model_validator(mode="after")
     def _whole(self) -> RunConfig:
         if self.rollout.min_group > self.rollout.n:
@@ -283,13 +289,17 @@ def _check_files(config: RunConfig, base: Path) -> RunConfig:
         )
     scorers = {}
     for task_type, scorer in config.reward.scorers.items():
+        if scorer.function and ":" not in scorer.function:
+            raise ConfigError(f"reward.scorers.{task_type}.function {scorer.function!r}: write it as path/file.py:name or module:name")
         if scorer.function and ".py:" in scorer.function:
             file, _, attribute = scorer.function.rpartition(":")
             resolved = (base / file).resolve()
             if not resolved.is_file():
                 raise ConfigError(f"reward.scorers.{task_type}.function: there is no file {resolved}")
+            _check_name(resolved, attribute, f"reward.scorers.{task_type}.function")
             scorer = scorer.model_copy(update={"function": f"{resolved}:{attribute}"})
         scorers[task_type] = scorer
+    _check_store(config, model_path)
     data = (base / config.data).resolve() if config.data else None
     if data and not data.is_file():
         raise ConfigError(f"data: there is no file {data}")
@@ -302,6 +312,42 @@ def _check_files(config: RunConfig, base: Path) -> RunConfig:
             "service": config.service.model_copy(update={"data_roots": roots}),
         }
     )
+
+
+def _check_name(file: Path, name: str, where: str) -> None:
+    """A misspelled function is said now and not by a process later. Nothing of the user's is run: the file is only parsed."""
+    try:
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+    except (SyntaxError, ValueError) as error:
+        raise ConfigError(f"{where}: {file} is not Python: {error}") from None
+    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.ImportFrom | ast.Import):
+            names |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+    if name.partition(".")[0] not in names and "*" not in names:
+        near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+        raise ConfigError(f"{where}: {file} has no {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+
+
+def _check_store(config: RunConfig, model_path: Path) -> None:
+    """The worst case must fit (B2): every row there can be between two checkpoints at full length, and three copies of the weights."""
+    batches = config.checkpoint.every + config.staleness.bound + 1
+    rows_bytes = config.batch.samples * config.sample_bytes * batches
+    needed = rows_bytes + 3 * weights_bytes(model_path)
+    if needed > config.store.capacity_bytes:
+        raise ConfigError(
+            f"store.capacity_bytes ({config.store.capacity_bytes:,}) is too small: {batches} batches of rows at full length and three "
+            f"copies of the weights may need {needed:,}. Raise it, or lower checkpoint.every, rollout.context_length or batch.samples"
+        )
+
+
+def weights_bytes(model_path: Path) -> int:
+    """The size of a snapshot in float32, from the files of the checkpoint."""
+    stored = json.loads((model_path / "config.json").read_text())
+    half = (stored.get("dtype") or stored.get("torch_dtype")) in ("bfloat16", "float16")
+    return sum(file.stat().st_size for file in model_path.glob("*.safetensors")) * (2 if half else 1)
 
 
 def _explain(error: ValidationError) -> str:

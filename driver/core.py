@@ -109,9 +109,3 @@ class Core:
     @property
     def run_id(self) -> str:
         return self.config.run_id
-
-    @property
-    def sample_bytes(self) -> int:
-        """Worst case of one sample in the store: every trajectory at full length, its two objects with their headers."""
-        per_row = self.config.row_tokens * (4 + 1 + 4) + 4096 * 2
-        return self.config.rollout.n * per_row

@@ -298,9 +298,10 @@ def _missing(name: str, mapped_to: str | None, record: Mapping[str, Any]) -> str
     mapped = f" (mapped to {mapped_to})" if mapped_to else ""
     if not record:
         return f"the field {name!r}{mapped} is missing, the object has none"
-    near = difflib.get_close_matches(name, list(record), n=1, cutoff=0.0)[0]
-    remedy = "correct the mapping or the row" if mapped_to else f'rename it or map it: {{"{name}": "{near}"}}'
-    return f"the field {name!r}{mapped} is missing; the nearest present is {near!r}: {remedy}"
+    near = difflib.get_close_matches(name, list(record), n=1, cutoff=0.6)
+    present = f"the nearest present is {near[0]!r}" if near else f"present are {', '.join(map(repr, record))}"
+    remedy = "correct the mapping or the row" if mapped_to else f"rename one, or map it: {name}={near[0] if near else 'FIELD'}"
+    return f"the field {name!r}{mapped} is missing; {present}: {remedy}"
 
 
 def _prompt_or_messages(value: Any, name: str) -> tuple[str | None, list[dict[str, Any]] | None]:

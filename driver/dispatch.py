@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from driver.batcher import admissible
+from driver.config import weights_bytes
 from driver.core import Core
 from driver.datasets import DataRow
 from driver.ledger import (
@@ -82,6 +83,7 @@ class Dispatch:
         self.generating = 0
         self.tokens_sampled = 0
         self.tokens_resampled = 0
+        self._weights_bytes = weights_bytes(core.config.model.path)
         self._store_seen_at = time.monotonic()
         self._store_stats = core.store.stats()
         self.progress: dict[str, int] = {}  # tokens so far, by trajectory in flight
@@ -183,7 +185,7 @@ class Dispatch:
             bound = config.staleness.bound
             return f"the engines serve version {ledger.serving_version}, too old for batch {ledger.next_batch} with bound {bound}"
         room = admissible(ledger.live_by_deadline, deadline, ledger.next_batch, config.batch.samples)
-        reserved_bytes = ledger.counts.by_state[RUNNING] * core.sample_bytes // config.rollout.n
+        reserved_bytes = ledger.counts.by_state[RUNNING] * config.sample_bytes // config.rollout.n
         self.decision = self._watermark.decide(
             kv_slots=sum(min(config.rollout.max_running_requests, s.capacity) for s in self._pool.slots.values() if s.state == "open"),
             in_flight=self.in_flight + self.queued,
@@ -191,7 +193,7 @@ class Dispatch:
             admissible_samples=room,
             n=config.rollout.n,
             store_free_bytes=self._store_free_bytes(reserved_bytes),
-            sample_bytes=core.sample_bytes,
+            sample_bytes=config.sample_bytes,
         )
         if self.in_flight + self.queued + config.rollout.n > self.decision.watermark:
             d = self.decision
@@ -208,7 +210,7 @@ class Dispatch:
             self._store_seen_at = now
             self._store_stats = self._core.store.stats()
         stats = self._store_stats
-        return stats.capacity_bytes - stats.used_bytes - reserved_bytes
+        return stats.capacity_bytes - stats.used_bytes - reserved_bytes - 2 * self._weights_bytes
 
     # ---- one trajectory ------------------------------------------------------------------------------------------------
 
@@ -235,7 +237,7 @@ class Dispatch:
             generated()
             self.progress.pop(trajectory.traj_uid, None)
             del self._tasks[trajectory.traj_uid]
-            self._settle(sample)
+            self.settle(sample)
             self._core.ring()
 
     async def _to_ready(self, sample: Sample, trajectory: Trajectory, generated: Callable[[], None]) -> None:
@@ -405,7 +407,7 @@ class Dispatch:
             self._rows[sample.uid] = self._core.feed.row(sample.segment, sample.row_index)
         return self._rows[sample.uid]
 
-    def _settle(self, sample: Sample) -> None:
+    def settle(self, sample: Sample) -> None:
         """When no trajectory of a sample is running any more: keep it as ready, or discard it whole if too few are ready (M6)."""
         if sample.waiting:
             return

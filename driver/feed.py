@@ -69,7 +69,8 @@ class Feed:
             i: _Entry(name, bool(closed), at)
             for i, name, closed, at in db.query("SELECT dataset_id, name, closed, created_at FROM datasets")
         }
-        self._keys: dict[str, str] = dict(db.query("SELECT idempotency_key, dataset_id FROM segments WHERE idempotency_key IS NOT NULL"))
+        keyed = "SELECT idempotency_key, dataset_id, digest FROM segments WHERE idempotency_key IS NOT NULL"
+        self._keys: dict[str, tuple[str, str | None]] = {key: (dataset_id, digest) for key, dataset_id, digest in db.query(keyed)}
         self._adding = asyncio.Lock()
         used = [s for s, _, _ in self._segments]
         self._next_segment = max(used, default=-1) + 1
@@ -123,15 +124,19 @@ class Feed:
     # ---- changing ----------------------------------------------------------------------------------------------------
 
     async def add(
-        self, dataset_id: str | None, name: str, batches: Iterator[list[DataRow]], idempotency_key: str | None
+        self, dataset_id: str | None, name: str, batches: Iterator[list[DataRow]], idempotency_key: str | None, digest: str | None = None
     ) -> tuple[str, int, bool]:
         """Create a dataset (dataset_id None) or append to one. Returns (dataset_id, rows added, was new).
 
-        The same idempotency key again adds nothing (W6). DatasetError from `batches` leaves nothing behind.
+        The same idempotency key again adds nothing (W6); with another `digest` of the body it is a FeedError.
+        DatasetError from `batches` leaves nothing behind.
         """
         async with self._adding:  # two uploads with one key at once: the second sees what the first wrote
             if idempotency_key is not None and idempotency_key in self._keys:
-                return self._keys[idempotency_key], 0, False
+                known, before = self._keys[idempotency_key]
+                if digest is not None and before is not None and digest != before:
+                    raise FeedError(f"the idempotency key {idempotency_key!r} was used for another body; take a new key for new rows")
+                return known, 0, False
             if dataset_id is not None and self._get(dataset_id).closed:
                 raise FeedError(f"dataset {dataset_id} is closed; submit a new one")
             segment = self._next_segment
@@ -152,12 +157,12 @@ class Feed:
                 dataset_id = f"d{len(self._datasets):06d}"
                 self._datasets[dataset_id] = _Entry(name, False, time.time())
                 writes.append(self._row_of(dataset_id))
-            row = {"segment": segment, "dataset_id": dataset_id, "rows": count, "idempotency_key": idempotency_key}
+            row = {"segment": segment, "dataset_id": dataset_id, "rows": count, "idempotency_key": idempotency_key, "digest": digest}
             self._db.write([*writes, Upsert("segments", row)])
             await self._db.durable()
             self._segments.append((segment, dataset_id, count))
             if idempotency_key is not None:
-                self._keys[idempotency_key] = dataset_id
+                self._keys[idempotency_key] = (dataset_id, digest)
             return dataset_id, count, True
 
     async def close(self, dataset_id: str) -> None:

@@ -27,7 +27,7 @@ _SCHEMA = """
 CREATE TABLE meta (name TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID;
 CREATE TABLE datasets (dataset_id TEXT PRIMARY KEY, name TEXT NOT NULL, closed INTEGER NOT NULL, created_at REAL NOT NULL) WITHOUT ROWID;
 CREATE TABLE segments (segment INTEGER PRIMARY KEY, dataset_id TEXT NOT NULL REFERENCES datasets, rows INTEGER NOT NULL,
-  idempotency_key TEXT UNIQUE);
+  idempotency_key TEXT UNIQUE, digest TEXT);
 CREATE TABLE dataset_rows (segment INTEGER NOT NULL, row_index INTEGER NOT NULL, payload BLOB NOT NULL,
   PRIMARY KEY (segment, row_index)) WITHOUT ROWID;
 CREATE TABLE samples (uid INTEGER PRIMARY KEY, segment INTEGER, row_index INTEGER, pass_index INTEGER, version_tag INTEGER,
@@ -147,8 +147,11 @@ class LedgerDB:
         with self._guard:
             self._pending.waiters.append((loop, future))
         self._bell.put(True)
-        async with asyncio.timeout(deadline_s):
-            await future
+        try:
+            async with asyncio.timeout(deadline_s):
+                await future
+        except TimeoutError:
+            raise LedgerError(f"the ledger {self.path} took no write for {deadline_s:.0f} s; is its disk well?") from None
 
     def _write_groups(self) -> None:
         """Thread: takes all that is pending, commits it in one transaction, wakes the waiters. Ends at the False bell."""
@@ -163,7 +166,7 @@ class LedgerDB:
             if group.writes:
                 try:
                     self._commit(group.writes)
-                except sqlite3.Error as cause:
+                except Exception as cause:  # whatever it is: a writer that died in silence would let writes pile up
                     self.failure = f"the ledger {self.path} can not be written: {cause}; free space or make it writable, then start again"
             if self.failure:
                 error = LedgerError(self.failure)

@@ -167,15 +167,21 @@ def why(run: Run) -> dict[str, Any]:
 
 
 def sentence(run: Run) -> str:
-    """Why the slower side waits, in one sentence."""
+    """Why the slower side waits, in one sentence: for the trainer also what it waits for in turn."""
     if run.failure:
         return f"The run has stopped: {run.failure}"
+    if run.state in ("finished", "stopped"):
+        return f"The run is {run.state}" + (f": {run.core.ledger.ended}." if run.core.ledger.ended else ".")
     now = time.monotonic()
     waits = run.core.waits
-    side = max((s for s in ("trainer", "rollout", "reward", "push") if s in waits), key=lambda s: now - waits[s].since, default=None)
+    side = next((side for side in ("trainer", "reward", "rollout") if side in waits), None)
     if side is None:
         return "Nothing waits: engines and trainer are both at work."
-    return f"{side} idle {now - waits[side].since:.1f} s: {waits[side].reason}"
+    because = ""
+    if side == "trainer":
+        upstream = next((s for s in ("reward", "rollout") if s in waits), None)
+        because = f"; {upstream}: {waits[upstream].reason}" if upstream else ""
+    return f"{side} idle {now - waits[side].since:.1f} s: {waits[side].reason}{because}"
 
 
 # ---- trajectories ----------------------------------------------------------------------------------------------------------
@@ -186,13 +192,14 @@ _COLUMNS = (
 )
 
 
-def trajectories(run: Run, state: str | None, after: str | None, limit: int) -> dict[str, Any]:
+def trajectories(run: Run, state: str | None, outcome: str | None, after: str | None, limit: int) -> dict[str, Any]:
     """A page of trajectories in order of registration, from the committed ledger; `next` is the `after` of the next page."""
     at = (-1, -1) if after is None else _parse(after)
     if at is None:
         raise ValueError(f"{after!r} is not a trajectory id; they look like {traj_uid_of(12, 3)}")
-    where = "(t.uid, t.idx) > (?, ?)" + (" AND t.state = ?" if state else "")
-    parameters: tuple[Any, ...] = (*at, state, limit) if state else (*at, limit)
+    filters = {"t.state = ?": state, "t.outcome = ?": outcome}
+    where = " AND ".join(["(t.uid, t.idx) > (?, ?)", *(name for name, value in filters.items() if value)])
+    parameters: tuple[Any, ...] = (*at, *(value for value in filters.values() if value), limit)
     rows = run.core.db.query(
         f"SELECT {_COLUMNS} FROM trajectories t JOIN samples s ON s.uid = t.uid WHERE {where} ORDER BY t.uid, t.idx LIMIT ?", parameters
     )

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import psutil
 
 from driver.launcher import Died, Hung, LocalLauncher, LocalProcess, ProcessEvent, Quarantined, Ready, Started, StartFailed
 from driver.ledger import Upsert
@@ -79,9 +82,21 @@ class Processes:
         """For REST: every process with its state."""
         if self._launcher is None:
             return []
+        driver = {"role": "driver", "index": 0, "state": "ready", "incarnation": 0, "pid": os.getpid(), "url": "", "children": []}
         return [
-            {"role": p.spec.role, "index": p.spec.index, "state": p.state, "incarnation": p.incarnation, "pid": p.pid, "url": p.url}
-            for p in self._launcher.processes.values()
+            driver,
+            *(
+                {
+                    "role": p.spec.role,
+                    "index": p.spec.index,
+                    "state": p.state,
+                    "incarnation": p.incarnation,
+                    "pid": p.pid,
+                    "url": p.url,
+                    "children": _children(p.pid),  # the trainer's ranks, the reward service's workers
+                }
+                for p in self._launcher.processes.values()
+            ),
         ]
 
     # ---- what their coming and going means -----------------------------------------------------------------------------
@@ -201,3 +216,10 @@ class Processes:
         path = self._directory / f"{name}.json"
         path.write_text(text)
         return str(path)
+
+
+def _children(pid: int) -> list[int]:
+    try:
+        return [child.pid for child in psutil.Process(pid).children()]
+    except (psutil.NoSuchProcess, ValueError):
+        return []

@@ -20,25 +20,33 @@ import orjson
 
 from driver import observe
 from driver.archive import Archive, FinishedTrajectory, MetricsLog, read_metrics
+from driver.batcher import smallest_batch
 from driver.config import RunConfig
 from driver.core import Core
 from driver.dispatch import Dispatch
 from driver.feed import Feed
-from driver.ledger import RowsLost, RunEnded, Sample, SampleDiscarded, Trajectory, TrajectoryRetried, VersionServed
-from driver.ledger_db import LedgerDB
+from driver.launcher import StartFailed
+from driver.ledger import RowsLost, RunEnded, Sample, SampleDiscarded, Trajectory, TrajectoryRetried, Upsert, VersionServed
+from driver.ledger_db import LedgerDB, LedgerError
 from driver.processes import Processes
 from driver.push import Pusher, Snapshot
 from driver.scoring import Scoring
-from driver.training import Training, rows_present
+from driver.training import CheckpointMissing, Training, rows_present
 from driver.watermark import Watermark
 from rollout.client import make_http
 from rollout.pool import EnginePool, EngineSlot
 from rollout.tokens import TokenizerView
 from store import EmbeddedStore, Gone, Ref, StoreStats
+from trainer.client import TrainerRefused
 from trainer.wire import TrainReport
 
 log = logging.getLogger("headrace.run")
+EXPECTED = (StartFailed, TrainerRefused, CheckpointMissing, LedgerError)  # their text is for the user and says it all
 RECENT_BATCHES = 1000
+
+
+class CannotContinue(RuntimeError):
+    """A configuration with which this run can not go on. A sentence for the user."""
 
 
 class Run:
@@ -78,6 +86,7 @@ class Run:
             on_applied=self._on_applied,
             archive=self._archive_finished,
             on_running_again=self.dispatch.enqueue,
+            replace=lambda reason: self.processes.replace("trainer-0", reason),
         )
         self.processes = Processes(self)
         self.state = "starting"
@@ -106,7 +115,12 @@ class Run:
             log.info("run %s has ended (%s); for another one choose another run_id or run_dir", self.core.run_id, self.core.ledger.ended)
             await self._wind_down()
             return
-        self._reconcile()
+        try:
+            self._reconcile()
+        except CannotContinue as error:
+            self.failure, self.state = str(error), "failed"
+            await self._wind_down()
+            return
         training = asyncio.create_task(self.training.run(), name="training")
         others = [
             asyncio.create_task(coroutine, name=name)
@@ -119,10 +133,12 @@ class Run:
             )
         ]
         stop = asyncio.create_task(self._stop.wait(), name="stop")
-        self.state = "running"
+        self.state = self._last_intent()
         try:
             await asyncio.wait([training, *others, stop], return_when=asyncio.FIRST_COMPLETED)
             self.failure = _first_failure([training, *others])
+            if self.failure is not None:
+                self.state = "failed"
             if self.failure is None and training.done():
                 self._end_by_rule()
             elif self.failure is None and self._stop.is_set():
@@ -153,7 +169,9 @@ class Run:
 
     def _end_by_rule(self) -> None:
         """All batches are committed; whatever is still live ends with the reason the run ended for."""
-        how = self.core.ending or ("all batches trained" if self.config.stop.batches else "input exhausted")
+        wanted = self.config.stop.batches
+        done = "all batches trained" if wanted is not None and self.core.ledger.next_batch >= wanted else "input exhausted"
+        how = self.core.ending or self.core.draining or done
         for sample in list(self.core.ledger.live()):
             unfinished = [t for t in sample.trajectories if t.state != "finished"]
             self.core.apply(SampleDiscarded(uid=sample.uid, reason=f"run ended: {how}", time=time.time()))
@@ -171,7 +189,10 @@ class Run:
             if not core.db.failure:
                 await core.db.durable()
         finally:
-            self.archive.flush()
+            try:
+                self.archive.flush()
+            except OSError as error:
+                self.failure = self.failure or str(error)
             self.metrics.close()
             if core.ledger.ended is None:
                 kept = self.store.park(self.config.directory / "parked")
@@ -208,6 +229,14 @@ class Run:
         for trajectory in [t for s in ledger.live() for t in s.in_state("running") if t.reason is None]:
             # Whether it had been sent is not known: its next request counts as another try.
             core.apply(TrajectoryRetried(traj_uid=trajectory.traj_uid, kind="infrastructure", reason="the driver was restarted"))
+        needed = smallest_batch(ledger.live_by_deadline, ledger.next_batch)
+        if needed > self.config.batch.samples:
+            raise CannotContinue(
+                f"batch.samples is {self.config.batch.samples}, but samples were registered for larger batches: at least {needed} a batch "
+                f"are needed to train them in time. Set batch.samples to {needed} or more, or begin a new run_id"
+            )
+        for sample in list(ledger.live()):
+            self.dispatch.settle(sample)
         published = self.store.keys()
         orphans = [self.store.ref(key) for key in published if key not in owned]
         self.store.free(orphans)
@@ -227,27 +256,40 @@ class Run:
 
     # ---- commands ------------------------------------------------------------------------------------------------------
 
+    def _last_intent(self) -> str:
+        """What was asked for before a restart holds after it."""
+        found = self.core.db.query("SELECT value FROM meta WHERE name = 'intent'")
+        if not found:
+            return "running"
+        intent = orjson.loads(found[0][0])
+        self.core.paused, self.core.draining, self.core.ending = intent["paused"], intent["draining"], intent["ending"]
+        return str(intent["state"])
+
     def pause(self) -> None:
         self.core.paused = True
-        self._renamed("paused")
+        self._intend("paused")
 
     def resume(self) -> None:
         self.core.paused = False
-        self._renamed("draining" if self.core.draining else "running")
+        self._intend("draining" if self.core.draining else "running")
 
     def drain(self) -> None:
         """No new samples; what is registered is finished and trained, then the run ends."""
         self.core.draining = "draining on request"
         self.core.paused = False
-        self._renamed("draining")
+        self._intend("draining")
 
     def cancel(self) -> None:
         """The batch in training is finished; everything else is discarded, with that reason."""
         self.core.ending = "cancelled"
         self.core.draining = "cancelled"
-        self._renamed("cancelling")
+        self.core.paused = False
+        self._intend("cancelling")
 
-    def _renamed(self, state: str) -> None:
+    def _intend(self, state: str) -> None:
+        """Show what was asked for, and keep it over a restart."""
+        intent = {"paused": self.core.paused, "draining": self.core.draining, "ending": self.core.ending, "state": state}
+        self.core.db.write([Upsert("meta", {"name": "intent", "value": orjson.dumps(intent)})])
         if self.state not in ("finished", "failed", "stopped"):
             self.state = state
         self.core.ring()
@@ -391,6 +433,7 @@ class Run:
         while True:
             await asyncio.sleep(1.0)
             self._measure_busy()
+            self.scoring.look()
             if self.archive.due:
                 await asyncio.to_thread(self.archive.flush)
 
@@ -506,7 +549,9 @@ def _first_failure(tasks: list[asyncio.Task[None]]) -> str | None:
     """The reason of the first task that died, with its traceback in the log."""
     for task in tasks:
         if task.done() and not task.cancelled() and (error := task.exception()) is not None:
-            log.error("the %s loop has died", task.get_name(), exc_info=error)
-            causes = error.exceptions if isinstance(error, BaseExceptionGroup) else (error,)
-            return f"{task.get_name()}: {causes[0]}"
+            while isinstance(error, BaseExceptionGroup):
+                error = error.exceptions[0]
+            if not isinstance(error, EXPECTED):  # one of ours, with its place
+                log.error("the %s loop has died", task.get_name(), exc_info=error)
+            return f"{task.get_name()}: {error or type(error).__name__}"
     return None

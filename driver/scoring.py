@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from dataclasses import dataclass
 
 from driver.core import Core
@@ -15,6 +16,7 @@ from reward.client import RewardClient, RewardUnavailable
 from reward.wire import Job, Result
 
 log = logging.getLogger("headrace.scoring")
+SLOW_S = 5.0
 
 
 class ScoreFailed(Exception):
@@ -40,7 +42,7 @@ class Scoring:
         self._up = asyncio.Event()
         self._pending: list[_Waiting] = []
         self._arrived = asyncio.Event()
-        self.in_flight = 0
+        self._since: dict[str, float] = {}  # leaf -> when its score was asked for, the oldest first
         self.failed = 0
         self.scored = 0
 
@@ -52,18 +54,30 @@ class Scoring:
     def detach(self, reason: str) -> None:
         self._client = None
         self._up.clear()
-        self._core.waiting("reward", f"the reward service is starting again: {reason}")
+        self._core.waiting("reward", f"the reward service is starting again: {reason.splitlines()[0]}")
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._since)
+
+    def look(self) -> None:
+        """Say so when scores are slow (L1): a scorer that hangs holds everything behind it."""
+        if self._client is None:
+            return
+        oldest_s = time.monotonic() - next(iter(self._since.values())) if self._since else 0.0
+        slow = f"{self.in_flight} answers wait for their score, the first for over {int(oldest_s) // 5 * 5} s"
+        self._core.waiting("reward", slow if oldest_s > SLOW_S else None)
 
     async def score(self, job: Job) -> Result:
         """The result of one leaf. Raises ScoreFailed."""
         future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
         self._pending.append(_Waiting(job, future))
         self._arrived.set()
-        self.in_flight += 1
+        self._since[job.leaf_id] = time.monotonic()
         try:
             result = await future
         finally:
-            self.in_flight -= 1
+            del self._since[job.leaf_id]
         if not result.ok or result.score is None:
             self.failed += 1
             raise ScoreFailed(f"reward: {result.error}", data=True)
@@ -84,7 +98,10 @@ class Scoring:
 
     async def _send(self, batch: list[_Waiting]) -> None:
         client = self._client
-        assert client is not None
+        if client is None:  # it died in this very turn of the loop
+            self._pending = batch + self._pending
+            self._arrived.set()
+            return
         try:
             results = {r.leaf_id: r for r in await client.score([w.job for w in batch], self._deadline_s)}
         except RewardUnavailable as error:

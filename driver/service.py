@@ -6,8 +6,10 @@ loopback; `/health` and `/metrics` need none on loopback only.
 """
 
 import asyncio
+import hashlib
 import hmac
 import json
+import os
 import tempfile
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -31,6 +33,7 @@ from driver.ledger_db import LedgerError
 from driver.run import Run
 
 MAX_UPLOAD_BYTES = 4 << 30
+MAX_JSON_BYTES = 64 << 10
 
 
 class PathSubmit(BaseModel):
@@ -115,7 +118,7 @@ def create_app(runs: dict[str, Run], *, token: str | None, loopback: bool, shutd
     @app.get("/health", tags=["service"])
     async def health() -> dict[str, Any]:
         failed = {run_id: run.failure for run_id, run in runs.items() if run.failure}
-        return {"ok": not failed, "runs": {run_id: run.state for run_id, run in runs.items()}, "failed": failed}
+        return {"ok": not failed, "pid": os.getpid(), "runs": {run_id: run.state for run_id, run in runs.items()}, "failed": failed}
 
     @app.get("/metrics", tags=["service"], response_class=PlainTextResponse)
     async def metrics() -> Response:
@@ -188,11 +191,12 @@ def create_app(runs: dict[str, Run], *, token: str | None, loopback: bool, shutd
     async def trajectories(
         run: RunDep,
         state: Annotated[str | None, Query(pattern="^(running|ready|consumed|finished)$")] = None,
+        outcome: Annotated[str | None, Query(pattern="^(trained|evaluated|discarded)$")] = None,
         after: str | None = None,
         limit: Annotated[int, Query(ge=1, le=1000)] = observe.PAGE_ROWS,
     ) -> dict[str, Any]:
         try:
-            return observe.trajectories(run, state, after, limit)
+            return observe.trajectories(run, state, outcome, after, limit)
         except ValueError as error:
             raise HTTPException(400, str(error)) from None
 
@@ -207,24 +211,28 @@ def create_app(runs: dict[str, Run], *, token: str | None, loopback: bool, shutd
     async def pause(run: RunDep) -> dict[str, str]:
         """Send nothing new; what is in flight ends."""
         run.pause()
+        await run.core.db.durable()  # what was accepted holds over a crash
         return {"run_id": run.core.run_id, "state": run.state}
 
     @app.post("/v1/runs/{run}/resume", tags=["runs"], status_code=202)
     async def resume(run: RunDep) -> dict[str, str]:
         """Go on after a pause."""
         run.resume()
+        await run.core.db.durable()  # what was accepted holds over a crash
         return {"run_id": run.core.run_id, "state": run.state}
 
     @app.post("/v1/runs/{run}/drain", tags=["runs"], status_code=202)
     async def drain(run: RunDep) -> dict[str, str]:
         """No new samples; what is registered is finished and trained, then the run ends."""
         run.drain()
+        await run.core.db.durable()  # what was accepted holds over a crash
         return {"run_id": run.core.run_id, "state": run.state}
 
     @app.post("/v1/runs/{run}/cancel", tags=["runs"], status_code=202)
     async def cancel(run: RunDep) -> dict[str, str]:
         """End the run after the batch in training; the rest is discarded, with that reason."""
         run.cancel()
+        await run.core.db.durable()  # what was accepted holds over a crash
         return {"run_id": run.core.run_id, "state": run.state}
 
     @app.get("/v1/runs/{run}/logs/{role}", tags=["runs"], response_class=PlainTextResponse)
@@ -283,7 +291,7 @@ async def _submit(
     fields = _mapping(mapping)
     if request.headers.get("content-type", "").partition(";")[0].strip() == "application/json":
         try:
-            body = PathSubmit.model_validate_json(await request.body())
+            body = PathSubmit.model_validate_json(await _small_body(request))
         except ValidationError:
             text = 'with content type application/json the body is {"path": "FILE"}; to upload a file, send it as application/octet-stream'
             raise HTTPException(400, text) from None
@@ -300,18 +308,33 @@ async def _submit(
         return await _add(run, Path(file.name), dataset_id, name, close, fields, idempotency_key)
 
 
+async def _small_body(request: Request) -> bytes:
+    body = b""
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > MAX_JSON_BYTES:
+            raise HTTPException(413, "a JSON body here is a path; to upload a file, send it as application/octet-stream")
+    return body
+
+
 async def _add(
     run: Run, source: Path, dataset_id: str | None, name: str, close: bool, mapping: dict[str, str | None] | None, key: str | None
 ) -> Submitted:
     if run.core.ledger.ended:
         raise HTTPException(409, f"run {run.core.run_id} has ended ({run.core.ledger.ended}); start one with another run_id")
     batches = scorable(read_rows(source, mapping=mapping), run.core.config)
-    found, added, created = await run.core.feed.add(dataset_id, name, batches, key)
+    digest = await asyncio.to_thread(_digest, source) if key is not None else None
+    found, added, created = await run.core.feed.add(dataset_id, name, batches, key, digest)
     if close:
         await run.core.feed.close(found)
     run.core.ring()
     dataset = next(d for d in run.core.feed.datasets() if d.dataset_id == found)
     return Submitted(dataset_id=found, rows_added=added, rows=dataset.rows, closed=dataset.closed, created=created)
+
+
+def _digest(source: Path) -> str:
+    with source.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _mapping(text: str | None) -> dict[str, str | None] | None:

@@ -45,6 +45,10 @@ from trainer.wire import PlanRow as WireRow
 log = logging.getLogger("headrace.training")
 
 
+class CheckpointMissing(RuntimeError):
+    """What was committed is not on disk any more; nothing of it can be replayed. A sentence for the user."""
+
+
 class Training:
     """Owns everything that is said to the trainer. `run()` is its loop; one command is in flight at a time."""
 
@@ -58,6 +62,7 @@ class Training:
         on_applied: Callable[[int, TrainReport], None],
         archive: Callable[[list[Sample], str, str | None], Awaitable[None]],
         on_running_again: Callable[[Sample], None],
+        replace: Callable[[str], Awaitable[None]],
     ) -> None:
         self._core = core
         self._http = http
@@ -66,6 +71,7 @@ class Training:
         self._on_applied = on_applied
         self._archive = archive
         self._on_running_again = on_running_again
+        self._replace = replace
         self._bell = core.bell()
         self._client: TrainerClient | None = None
         self._incarnation: int | None = None
@@ -88,7 +94,7 @@ class Training:
     def detach(self, reason: str) -> None:
         """The process is gone."""
         self._client = None
-        self._core.waiting("trainer", f"the trainer is starting again: {reason}")
+        self._core.waiting("trainer", f"the trainer is starting again: {reason.splitlines()[0]}")
 
     @property
     def ready(self) -> bool:
@@ -135,6 +141,9 @@ class Training:
                 if isinstance(error, TrainerRefused) and self._incarnation == await self._living_incarnation():
                     raise  # the group we brought up says no: that is no loss
                 log.warning("trainer lost: %s", error)
+                if isinstance(error.__cause__, httpx.ReadTimeout):
+                    # A rank hangs while rank 0 still answers for its health: no heartbeat would find it.
+                    await self._replace(f"no answer: {error}")
                 core.waiting("trainer", f"the trainer was lost ({error}); its group is being restarted")
                 self._lost.set()
                 await self._bell.wait(0.2)
@@ -143,11 +152,16 @@ class Training:
 
     async def _reborn(self) -> bool:
         """The group's incarnation has changed since we brought it up: ranks died while nothing was asked of them. Asked every 2 s."""
-        assert self._client is not None
         if time.monotonic() - self._looked_at < 2.0:
             return False
         self._looked_at = time.monotonic()
-        return (await self._client.health()).incarnation != self._incarnation
+        return (await self._trainer().health()).incarnation != self._incarnation
+
+    def _trainer(self) -> TrainerClient:
+        """The client; its process may have gone since the last await."""
+        if self._client is None:
+            raise TrainerLost("the trainer process is gone")
+        return self._client
 
     async def _living_incarnation(self) -> int | None:
         """The group that answers now; None when none does."""
@@ -182,16 +196,16 @@ class Training:
             return None
         core.waiting("trainer", None)
         chosen = [ledger.samples[uid] for uid in choice.uids]
-        core.apply(BatchAssembled(batch_id=batch_id, uids=choice.uids, plan=self._plan(batch_id, chosen), time=time.time()))
+        core.apply(BatchAssembled(batch_id=batch_id, uids=choice.uids, plan=self._plan(batch_id, chosen, "ready"), time=time.time()))
         return batch_id
 
-    def _plan(self, batch_id: int, samples: list[Sample]) -> bytes:
+    def _plan(self, batch_id: int, samples: list[Sample], state: str) -> bytes:
         """The plan as it will be sent, but for epoch and rate. Rows of advantage 0 have no effect and stay out (N6)."""
         config = self._core.config
         rows: dict[str, WireRow] = {}
         to_plan: list[PlanRow] = []
         for sample in samples:
-            group = sample.in_state("ready")
+            group = sample.in_state(state)
             rewards = [t.reward for t in group if t.reward is not None]
             assert len(rewards) == len(group)
             for trajectory, advantage in zip(group, advantages(rewards, config.trainer.loss.advantage), strict=True):
@@ -214,13 +228,15 @@ class Training:
     async def _train(self, batch_id: int) -> None:
         """Send one assembled batch, record that it was applied, publish its weights, commit when due."""
         core = self._core
-        assert self._client is not None
         batch = core.ledger.batches[batch_id]
-        mini_batches = [MiniBatch.model_validate(m) for m in msgspec.json.decode(batch.plan)]
+        mini_batches = _decode_plan(batch.plan)
+        if any(len(mini.ranks) != core.config.trainer.dp for mini in mini_batches):
+            # Planned for another number of ranks before a restart: the same rows, dealt out anew.
+            mini_batches = _decode_plan(self._plan(batch_id, [core.ledger.samples[uid] for uid in batch.uids], "consumed"))
         rate = core.config.trainer.learning_rate_at(batch_id, core.config.stop.batches)
         core.waiting("trainer", None)
         with self.busy.working():
-            report = await self._client.train(batch_id, core.ledger.epoch, rate, mini_batches, core.config.trainer.step_deadline_s)
+            report = await self._trainer().train(batch_id, core.ledger.epoch, rate, mini_batches, core.config.trainer.step_deadline_s)
             core.apply(
                 BatchApplied(
                     batch_id=batch_id,
@@ -238,9 +254,8 @@ class Training:
 
     async def _snapshot(self) -> None:
         core = self._core
-        assert self._client is not None
         ledger = core.ledger
-        reply = await self._client.snapshot(ledger.epoch, ledger.trained_version, core.config.push.bucket_bytes, self._canary_ids)
+        reply = await self._trainer().snapshot(ledger.epoch, ledger.trained_version, core.config.push.bucket_bytes, self._canary_ids)
         self._on_snapshot(
             Snapshot(
                 core.run_id,
@@ -265,8 +280,7 @@ class Training:
         await self._recorded()
         if ledger.trained_version == ledger.committed_version and ledger.checkpoint is not None:
             return
-        assert self._client is not None
-        saved = await self._client.save(str(self.checkpoint_directory), self._core.config.checkpoint.keep_last)
+        saved = await self._trainer().save(str(self.checkpoint_directory), self._core.config.checkpoint.keep_last)
         await self._recorded()
         self._recording = asyncio.create_task(self._record_commit(saved.trained_version, saved.path), name="commit")
 
@@ -307,24 +321,23 @@ class Training:
     async def _bring_up(self) -> None:
         """Bring an empty trainer to the ledger's version: newest whole checkpoint, then the batches after it, in order."""
         core, ledger = self._core, self._core.ledger
-        assert self._client is not None
         core.waiting("trainer", "the trainer loads its weights")
-        incarnation = (await self._client.health()).incarnation
+        incarnation = self._incarnation = (await self._trainer().health()).incarnation
         checkpoint = newest(self.checkpoint_directory)
+        held = checkpoint.trained_version if checkpoint is not None else 0
+        if held < ledger.committed_version:
+            raise CheckpointMissing(
+                f"version {ledger.committed_version} was committed to {ledger.checkpoint}, which is missing or damaged; the newest whole "
+                f"checkpoint in {self.checkpoint_directory} holds version {held}. Put the directory back, or begin a new run_id with "
+                "model.path at an older checkpoint's hf folder"
+            )
         with self.busy.working():
             if checkpoint is None:
-                if ledger.committed_version > 0:
-                    raise TrainerRefused(
-                        409,
-                        f"no whole checkpoint in {self.checkpoint_directory}, yet version {ledger.committed_version} was committed; "
-                        "put the directory back, or start a new run with another run_id",
-                    )
-                version = (await self._client.load()).trained_version
+                version = (await self._trainer().load()).trained_version
             else:
-                version = (await self._client.resume(str(checkpoint.path))).trained_version
+                version = (await self._trainer().resume(str(checkpoint.path))).trained_version
         log.info("trainer %d holds version %d; the ledger is at %d", incarnation, version, ledger.trained_version)
         await self._reconcile(version, str(checkpoint.path) if checkpoint else None)
-        self._incarnation = incarnation
         self._lost.clear()
         replay = range(ledger.trained_version, ledger.next_batch)
         if replay:
@@ -367,6 +380,10 @@ class Training:
             core.apply(BatchUnmade(batch_id=batch_id, lost=missing[batch_id]))
             for uid in uids:
                 self._on_running_again(ledger.samples[uid])
+
+
+def _decode_plan(plan: bytes) -> list[MiniBatch]:
+    return [MiniBatch.model_validate(mini) for mini in msgspec.json.decode(plan)]
 
 
 def rows_present(core: Core, leaves: tuple[Any, ...]) -> bool:

@@ -98,6 +98,7 @@ async def serve(config: RunConfig, *, exit_when_done: bool) -> int:
             log.warning("told to end a second time: ending at once")
             os._exit(130)
         ended.set()
+        log.info("ending in order: the step in flight, a checkpoint, the ready rows; once more (Ctrl-C) ends at once")
         run.stop()
 
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -109,7 +110,7 @@ async def serve(config: RunConfig, *, exit_when_done: bool) -> int:
         log.info("run %s listens on %s", config.run_id, url)
         serving = asyncio.create_task(server.serve(sockets=[sock]), name="rest")
         try:
-            if config.data is not None and not run.core.feed.datasets():
+            if config.data is not None and run.core.ledger.ended is None:
                 await _submit_own(run, config.data)
             await run.run()
             if not exit_when_done and run.state in ("finished", "failed"):
@@ -142,9 +143,12 @@ class _Server(uvicorn.Server):
 
 
 async def _submit_own(run: Run, data: Path) -> None:
-    dataset_id, rows, _ = await run.core.feed.add(None, data.name, scorable(read_rows(data), run.config), f"config:{data.name}")
+    """Submit and close; both are done at most once, however often the service starts."""
+    batches = scorable(read_rows(data), run.config)
+    dataset_id, rows, created = await run.core.feed.add(None, data.name, batches, f"config:{data.name}")
     await run.core.feed.close(dataset_id)
-    log.info("submitted %d rows of %s", rows, data)
+    if created:
+        log.info("submitted %d rows of %s", rows, data)
 
 
 def main(config: RunConfig, *, exit_when_done: bool, quiet: bool) -> int:

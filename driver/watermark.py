@@ -65,7 +65,7 @@ class Watermark:
         piling up lowers it, a waiting trainer (ready = 0) raises it.
         store_cap: what is in flight plus what the store has room for at worst-case size.
         """
-        kv_cap = kv_slots + math.ceil(kv_slots * 0.25)
+        kv_cap = max(n, kv_slots + math.ceil(kv_slots * 0.25))  # a sample is the least there can be
         staleness_cap = in_flight + admissible_samples * n
         store_cap = in_flight + (store_free_bytes // max(1, sample_bytes)) * n
         if self.batch_period_s.value is None or self.in_flight_s.value is None:

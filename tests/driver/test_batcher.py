@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from driver.batcher import Candidate, admissible, choose, feasible
+from driver.batcher import Candidate, admissible, choose, feasible, smallest_batch
 
 
 def holds(live: Counter[int], next_batch: int, samples_per_batch: int) -> bool:
@@ -108,3 +108,17 @@ def test_H2_a_short_last_batch_goes_only_when_nothing_more_will_come(running):
     choice = choose(candidates, 0, 4, short_allowed=True)
     assert choice.uids == (None if running else (0, 1))
     assert choose(candidates, 0, 4).uids is None
+
+
+def test_A4_after_a_loss_of_the_trainer_the_earliest_deadline_goes_first_and_not_the_first_registered():
+    """Tags fall back with the version, so a sample registered later may have to be trained earlier."""
+    older = [Candidate(uid, 7, True) for uid in range(3)]
+    younger = [Candidate(uid, 4, True) for uid in range(3, 6)]
+    assert choose([*older, *younger], 4, 3).uids == (3, 4, 5)
+
+
+def test_a_smaller_batch_waits_until_what_was_registered_for_larger_ones_fits():
+    assert smallest_batch({3: 6, 4: 2}, 2) == 3
+    assert smallest_batch({}, 5) == 1
+    everything = [Candidate(uid, 2, True) for uid in range(4)]
+    assert "raise batch.samples" in choose(everything, 2, 2).reason

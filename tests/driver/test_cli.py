@@ -63,14 +63,14 @@ def test_O2_a_store_that_does_not_fit_is_said_before_anything_starts(tmp_path):
 
 def test_a_reward_that_can_not_be_loaded_ends_the_start_with_its_own_words(tmp_path):
     broken = tmp_path / "reward.py"
-    broken.write_text("def other(response, row): return 1.0\n")
+    broken.write_text("import nowhere_to_be_found\ndef score(response, row): return 1.0\n")
     scorers = json.dumps({"*": {"function": f"{broken}:score"}})
     flags = ["--set", f"reward.scorers={scorers}", "--set", "service.port=0", "--exit-when-done"]
     more = ["--set", f"run_dir={tmp_path}/run", "--set", f"store.directory={tmp_path}/store"]
     argv = [sys.executable, "-P", "-m", "driver.cli", "up", str(CONFIG), *flags, *more]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=90, cwd=tmp_path)
     assert done.returncode == 1
-    assert "score" in done.stderr and "reward.py" in done.stderr
+    assert "nowhere_to_be_found" in done.stderr and "reward.py" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_a_dataset_named_in_the_configuration_that_is_bad_is_said_with_its_line(tmp_path):

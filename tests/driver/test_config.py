@@ -39,6 +39,9 @@ def write(tmp_path: Path, **sections: object) -> Path:
         ({"data": "nothing.jsonl"}, ["there is no file", "nothing.jsonl"]),
         ({"service": {"host": "0.0.0.0"}}, ["service.token"]),
         ({"run_id": "a/b"}, ["run_id"]),
+        ({"reward": {"scorers": {"*": {"function": f"{ROOT}/examples/sort_digits/reward.py:scor"}}}}, ["has no 'scor'", "'score'"]),
+        ({"reward": {"scorers": {"*": {"function": "reward.py"}}}}, ["path/file.py:name"]),
+        ({"store": {"capacity_bytes": 8 << 20}}, ["store.capacity_bytes", "too small", "checkpoint.every"]),
     ],
 )
 def test_O1_O2_a_mistake_is_named_with_its_remedy(tmp_path, sections, words):

@@ -80,6 +80,14 @@ async def test_W6_one_idempotency_key_is_one_submit(db):
     assert feed.rows == 1
 
 
+async def test_W6_an_idempotency_key_used_for_another_body_is_refused(db):
+    feed = feed_of(db)
+    await feed.add(None, "d", rows("a"), "key", "digest of a")
+    with pytest.raises(FeedError, match="used for another body"):
+        await feed_of(db).add(None, "d", rows("b"), "key", "digest of b")
+    assert feed_of(db).rows == 1
+
+
 async def test_O4_an_upload_that_fails_half_way_leaves_nothing(db):
     def breaking():
         yield from rows("a", "b")

@@ -44,5 +44,9 @@ def test_V7_ready_piling_up_lowers_demand_and_a_waiting_trainer_raises_it():
     assert flooded.caps.demand_cap == 16 + 8 and flooded.binding == "demand"
 
 
+def test_L0_a_sample_larger_than_the_engines_slots_still_goes():
+    assert decide(Watermark(128), kv_slots=4, in_flight=0).caps.kv_cap >= 8
+
+
 def test_demand_does_not_bind_before_anything_was_measured():
     assert decide(Watermark(32)).caps.demand_cap >= decide(Watermark(32)).caps.kv_cap
