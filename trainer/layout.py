@@ -11,15 +11,15 @@ from typing import Any
 
 
 def misfit(model: Mapping[str, Any], tp: int, pp: int) -> str | None:
-    """Why this model cannot be split so, in a sentence with the remedy; None when it can."""
-    heads = model["num_attention_heads"]
-    groups = model.get("num_key_value_heads") or heads
-    for name, size in (("num_attention_heads", heads), ("intermediate_size", model["intermediate_size"])):
-        if size % tp:
-            return f"the model's {name} ({size}) does not divide by tp ({tp}): choose a tp that divides it"
-    if groups % tp and tp % groups:
+    """Why this model cannot be split so, in a sentence with the remedy; None when it can.
+
+    A number that config.json does not name is not judged: whether the model is supported at all is the ranks' question.
+    """
+    for name, key, parts in (("num_attention_heads", "tp", tp), ("intermediate_size", "tp", tp), ("num_hidden_layers", "pp", pp)):
+        size = model.get(name)
+        if size is not None and size % parts:
+            return f"the model's {name} ({size}) does not divide by {key} ({parts}): choose a {key} that divides it"
+    groups = model.get("num_key_value_heads")
+    if groups and groups % tp and tp % groups:
         return f"the model's num_key_value_heads ({groups}) is neither a multiple nor a divisor of tp ({tp}): choose another tp"
-    layers = model["num_hidden_layers"]
-    if layers % pp:
-        return f"the model's num_hidden_layers ({layers}) does not divide by pp ({pp}): choose a pp that divides it"
     return None
