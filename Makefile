@@ -6,11 +6,12 @@ SEED ?= 0
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: setup demo test test-all lint figures clean help
+.PHONY: setup demo test test-all selfcheck lint figures clean help
 
 help:
 	@echo "make demo       a tiny model learns to sort digits, on this CPU, in a few minutes (SEED=0)"
 	@echo "make test       the tests that run in CI        make test-all   the slow ones too"
+	@echo "make selfcheck  every layout of the trainer against plain torch, with the errors measured"
 	@echo "make lint       ruff and mypy                   make figures    the benchmarks, quickly"
 
 setup: $(VENV)/.ready
@@ -30,6 +31,9 @@ test: setup
 
 test-all: setup
 	$(BIN)/python -m pytest $(ARGS)
+
+selfcheck: setup
+	$(BIN)/python -m pytest -s tests/trainer/test_layouts.py $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

@@ -18,6 +18,8 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from trainer.layout import misfit
+
 
 class ConfigError(ValueError):
     """A sentence for the user: what is wrong, where, and what to do."""
@@ -97,7 +99,10 @@ class LossConfig(_Section):
 
 
 class TrainerConfig(_Section):
-    dp: int = Field(1, ge=1, le=64, description="data-parallel ranks")
+    tp: int = Field(1, ge=1, le=64, description="tensor-parallel ranks: each layer's heads and widths are split over them")
+    pp: int = Field(1, ge=1, le=64, description="pipeline stages: the layers are split over them")
+    cp: int = Field(1, ge=1, le=64, description="context-parallel ranks: each sequence is split over them")
+    dp: int = Field(1, ge=1, le=64, description="data-parallel ranks; the trainer has tp x pp x cp x dp ranks in all")
     learning_rate: float = Field(3e-4, gt=0)
     warmup_batches: int = Field(0, ge=0)
     schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="decay to zero at stop.batches")
@@ -282,11 +287,14 @@ def _check_files(config: RunConfig, base: Path) -> RunConfig:
         if not (model_path / name).is_file():
             what = f"has no {name}" if model_path.is_dir() else "does not exist"
             raise ConfigError(f"model.path {model_path} {what}; it must be a Hugging Face checkpoint directory (nothing is downloaded)")
-    max_positions = json.loads((model_path / "config.json").read_text()).get("max_position_embeddings")
+    model = json.loads((model_path / "config.json").read_text())
+    max_positions = model.get("max_position_embeddings")
     if max_positions and config.rollout.context_length > max_positions:
         raise ConfigError(
             f"rollout.context_length ({config.rollout.context_length}) exceeds the model's max_position_embeddings ({max_positions})"
         )
+    if why := misfit(model, config.trainer.tp, config.trainer.pp):
+        raise ConfigError(f"trainer: {why}")
     scorers = {}
     for task_type, scorer in config.reward.scorers.items():
         if scorer.function and ":" not in scorer.function:

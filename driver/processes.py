@@ -199,6 +199,9 @@ class Processes:
                 model_path=config.model.path,
                 port=port,
                 incarnation=incarnation * 1000,  # the warm parent counts its groups from here
+                tp=trainer.tp,
+                pp=trainer.pp,
+                cp=trainer.cp,
                 dp=trainer.dp,
                 seed=config.seed,
                 loss=LossSpec(clip_low=trainer.loss.clip_low, clip_high=trainer.loss.clip_high),

@@ -12,6 +12,7 @@ import pytest
 
 from driver.archive import read_metrics, read_trajectories
 from tests.service import CONFIG, trained_rows
+from trainer.checkpoints import newest
 
 REWARD = """
 def score(response, row):
@@ -97,3 +98,24 @@ def test_two_ranks_two_mini_batches_and_a_target_reward_that_ends_the_run(tmp_pa
     over = {end.reason for end in ends if end.outcome == "discarded"}
     assert over == {"run ended: mean reward reached 0.01"}, "what was in flight is accounted for"
     assert any(end.response for end in ends if end.outcome == "discarded"), "with its text, where it had one"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [{"tp": 2}, {"pp": 2}, {"cp": 2, "dp": 2}], ids=str)
+def test_the_demo_in_another_layout_of_the_trainer_runs_to_its_end_and_its_checkpoint_loads(tmp_path, settings):
+    """Its vocabulary of 259 and its one key-value head divide by no tp; its engines compare every push with the trainer's log-probs."""
+    from transformers import AutoModelForCausalLM
+
+    rows = [{"prompt": f"sort {n} =", "answer": str(n)} for n in range(100, 140)]
+    wanted = [f"trainer.{name}={size}" for name, size in settings.items()]
+    run = run_to_the_end(tmp_path, rows, *wanted, "stop.batches=3", "checkpoint.every=2")
+    batches = read_metrics(run)
+    assert len(batches) == 3
+    gaps = [batch["logprob_gap_max"] for batch in batches if batch["logprob_gap_rows"]]
+    assert gaps and max(gaps) < 1e-4, "M5: what the engines sampled with is what this layout computes"
+    checkpoint = newest(run / "checkpoints")
+    assert checkpoint is not None and checkpoint.trained_version == 3
+    assert checkpoint.meta.layout == {"tp": 1, "pp": 1, "cp": 1, "dp": 1} | settings
+    model, facts = AutoModelForCausalLM.from_pretrained(checkpoint.hf_path, output_loading_info=True)
+    assert not any(facts.values()), facts
+    assert model.get_input_embeddings().weight.shape == (259, 128)

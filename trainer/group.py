@@ -59,10 +59,11 @@ class Group:
         torch.manual_seed(spec.seed)
         model_parallel_cuda_manual_seed(spec.seed)
         self.tp_group = parallel_state.get_tensor_model_parallel_group()
+        self.tp_rank = parallel_state.get_tensor_model_parallel_rank()
         self.dp_rank = parallel_state.get_data_parallel_rank()
         self.cp_rank = parallel_state.get_context_parallel_rank()
         self.last_stage = parallel_state.is_pipeline_last_stage()
-        self.speaks = self.last_stage and parallel_state.get_tensor_model_parallel_rank() == 0
+        self.speaks = self.last_stage and self.tp_rank == 0
         """Whether this rank's tokens count in a sum over all ranks: tensor-parallel ranks and pipeline stages hold the same tokens."""
 
     def send(self, command: dict[str, Any] | None) -> None:

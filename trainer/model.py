@@ -38,6 +38,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from transformers import AutoConfig
 
 from trainer.group import Group
+from trainer.layout import misfit
 from trainer.spec import TrainerSpec
 
 SUPPORTED = ("llama", "qwen2", "qwen3")
@@ -279,11 +280,12 @@ def build(spec: TrainerSpec, group: Group, model_path: Path) -> Model:
     fault = None
     try:
         hf_config = read_config(model_path)
-        _check_layout(spec, hf_config)
+        if why := misfit(hf_config.to_dict(), spec.tp, spec.pp):
+            raise ValueError(why)
     except ValueError as error:
         fault = (400, str(error))
     group.agree(fault)
-    bridge = bridge_class(hf_config.model_type)(hf_config, dtype=torch.float32)
+    bridge = bridge_class(hf_config.model_type)(hf_config, dtype=torch.float32, make_vocab_size_divisible_by=spec.tp)
     config = bridge.config
     config.calculate_per_token_loss = True
     config.finalize_model_grads_func = finalize_model_grads
@@ -312,13 +314,6 @@ def build(spec: TrainerSpec, group: Group, model_path: Path) -> Model:
         [chunk],
     )
     return Model(read_companions(model_path), hf_config, bridge, chunk, optimizer)
-
-
-def _check_layout(spec: TrainerSpec, hf_config: Any) -> None:
-    divisible = {"num_attention_heads": spec.tp, "num_key_value_heads": spec.tp, "vocab_size": spec.tp, "num_hidden_layers": spec.pp}
-    for name, parts in divisible.items():
-        if getattr(hf_config, name) % parts:
-            raise ValueError(f"{name} {getattr(hf_config, name)} does not divide by {parts}: choose another tp or pp for this model")
 
 
 def _unmatched_tensors(bridge: Any, model: torch.nn.Module, model_path: Path) -> str | None:

@@ -30,6 +30,8 @@ from trainer.rows import Pack, Row, Unreadable, open_row, pack
 from trainer.spec import TrainerSpec
 from trainer.wire import PlanRow, TrainReport, TrainRequest
 
+_NEVER = -1e30
+"""A logit of probability 0. Not infinite: 0 times infinity is NaN in an entropy."""
 NO_TOKEN = "no token to train: every mask is empty or every advantage is 0"
 
 
@@ -181,6 +183,10 @@ class Stepper:
     def _token_log_probs(self, packed: Pack, output: torch.Tensor, with_entropy: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """output [1, t, V / tp] -> log-probs [n] of the wanted tokens and entropies [n], both at the row's temperature."""
         logits = output[0].index_select(0, packed.at).float() / packed.temperature[:, None]
+        # The vocabulary is padded to the tensor-parallel ranks: what stands beyond it is no token.
+        real = self._model.hf_config.vocab_size - self._group.tp_rank * logits.shape[1]
+        if real < logits.shape[1]:
+            logits[:, max(real, 0) :] = _NEVER
         entropy = vocab_entropy(logits.detach(), self._group.tp_group) if with_entropy else torch.empty(0)
         # Overwrites its logits, so it comes last.
         return -vocab_parallel_cross_entropy(logits[:, None], packed.target[:, None])[:, 0], entropy

@@ -35,6 +35,8 @@ def write(tmp_path: Path, **sections: object) -> Path:
         ({"reward": {"scorers": {"*": {"rule": "exact", "function": "a:b"}}}}, ["either `rule`"]),
         ({"reward": {"scorers": {"*": {"function": "nowhere.py:f"}}}}, ["there is no file", "nowhere.py"]),
         ({"trainer": {"schedule": "linear"}}, ["stop.batches"]),
+        ({"trainer": {"tp": 4}}, ["trainer: ", "num_attention_heads (2)", "tp (4)", "choose a tp"]),
+        ({"trainer": {"pp": 3}}, ["trainer: ", "num_hidden_layers (2)", "pp (3)", "choose a pp"]),
         ({"model": {"path": "nowhere"}}, ["nowhere does not exist", "nothing is downloaded"]),
         ({"data": "nothing.jsonl"}, ["there is no file", "nothing.jsonl"]),
         ({"service": {"host": "0.0.0.0"}}, ["service.token"]),

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -32,6 +34,8 @@ from trainer.step import Stepper  # noqa: E402
 from trainer.wire import PlanRow, TrainRequest  # noqa: E402
 
 assert rank.REQUESTS
+LAYOUT_S = 90.0
+"""Eight ranks on two busy cores take some seconds; the tests' own limit is longer than this."""
 
 
 def make_models(directory: str) -> dict[str, str]:
@@ -53,6 +57,8 @@ def make_models(directory: str) -> dict[str, str]:
     }
     demo |= {"head_dim": 64, "intermediate_size": 384, "max_position_embeddings": 256}
 
+    odd = shape | {"vocab_size": 97, "num_key_value_heads": 1}
+
     def rope(theta: float) -> Any:
         return {"rope_type": "default", "rope_theta": theta}
 
@@ -63,6 +69,7 @@ def make_models(directory: str) -> dict[str, str]:
         "llama": (LlamaForCausalLM, LlamaConfig(**shape, tie_word_embeddings=False, rope_parameters=rope(10000.0))),
         "llama_tied": (LlamaForCausalLM, LlamaConfig(**shape, tie_word_embeddings=True, rope_parameters=rope(500.0))),
         "demo": (Qwen3ForCausalLM, Qwen3Config(**demo, tie_word_embeddings=True, rope_parameters=rope(10000.0))),
+        "qwen3_odd": (Qwen3ForCausalLM, Qwen3Config(**odd, head_dim=16, tie_word_embeddings=True, rope_parameters=rope(10000.0))),
     }
     paths = {}
     for number, (name, (kind, config)) in enumerate(kinds.items()):
@@ -139,11 +146,29 @@ def layout(spec: dict[str, Any], requests: list[dict[str, Any]], out: str) -> di
     for number in range(facts.world_size):
         names = {"RANK": number, "WORLD_SIZE": facts.world_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         children.append(_fork(lambda names=names: _layout_rank(facts, names, requests, out, result)))  # type: ignore[misc]
-    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-    if any(codes):
-        raise RuntimeError(f"ranks ended with {codes}")
+    _await_ranks(children)
     answer: dict[str, Any] = json.loads(result.read_text())
     return answer
+
+
+def _await_ranks(pids: list[int]) -> None:
+    """Returns when all have ended well; else, or at the deadline, none is left to wait for a dead one."""
+    left, failure, deadline = set(pids), None, time.monotonic() + LAYOUT_S
+    while left and failure is None:
+        for pid in list(left):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                left.remove(pid)
+                if code := os.waitstatus_to_exitcode(status):
+                    failure = f"rank {pids.index(pid)} ended with {code}"
+        if time.monotonic() > deadline:
+            failure = f"{len(left)} of {len(pids)} ranks were still at work after {LAYOUT_S:g} s"
+        time.sleep(0.01)
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    if failure:
+        raise RuntimeError(failure)
 
 
 def _layout_rank(facts: TrainerSpec, names: dict[str, Any], requests: list[dict[str, Any]], out: str, result: Path) -> None:
@@ -154,8 +179,9 @@ def _layout_rank(facts: TrainerSpec, names: dict[str, Any], requests: list[dict[
     model = build(facts, group, facts.model_path)
     stepper = Stepper(facts, group, model, lambda: None)
     arrays: dict[str, np.ndarray] = {}
-    rows = {row.row_id: row for mini in TrainRequest(**requests[0]).mini_batches for row in mini.rows()}
-    arrays |= {f"log_probs/{row_id}": np.array(values) for row_id, values in stepper.log_probs(list(rows.values())).items()}
+    if requests:
+        rows = {row.row_id: row for mini in TrainRequest(**requests[0]).mini_batches for row in mini.rows()}
+        arrays |= {f"log_probs/{row_id}": np.array(values) for row_id, values in stepper.log_probs(list(rows.values())).items()}
     reports = []
     for step, request in enumerate(requests):
         reports.append(stepper.train(TrainRequest(**request)).model_dump())

@@ -1,6 +1,6 @@
 """Through Megatron-core, on real ranks, against plain transformers and torch.
 
-Adam's eps is 1e-4 here: with 1e-8 the first step is nearly the sign of the gradient, and its smallest elements flip on any rounding.
+Here on one rank, or two that split the rows; `test_layouts.py` has the other layouts.
 """
 
 from __future__ import annotations
@@ -13,32 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trainer.spec import OptimizerSpec, TrainerSpec
-from trainer.wire import PlanRow
+from tests.trainer.steps import ADAM, assert_equal_steps, dealt, in_one
+from trainer.spec import TrainerSpec
 
-ADAM = OptimizerSpec(eps=1e-4, weight_decay=0.01, grad_clip=1.0)
 MakeSpec = Callable[..., TrainerSpec]
-
-
-def in_one(rows: list[PlanRow], dp: int = 1) -> list[list[list[PlanRow]]]:
-    """A mini-batch of one micro-batch, on the first rank."""
-    return [[rows], *([] for _ in range(dp - 1))]
-
-
-def dealt(rows: list[PlanRow], dp: int, size: int) -> list[list[list[PlanRow]]]:
-    """Rows dealt to ranks unevenly, in micro-batches of `size`."""
-    shares = [rows[: len(rows) // dp + 1], rows[len(rows) // dp + 1 :]] if dp == 2 else [rows]
-    return [[share[i : i + size] for i in range(0, len(share), size)] for share in shares]
-
-
-def assert_equal_steps(found: Any, expected: Any) -> None:
-    for mine, theirs in zip(found.reports, expected.reports, strict=True):
-        for name in ("loss", "grad_norm", "entropy"):
-            assert mine[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-6), name
-        assert mine["tokens"] == theirs["tokens"]
-    assert found.distance(expected, "log_probs") < 5e-6
-    assert found.error(expected, "gradients") < 1e-5
-    assert found.error(expected, "weights") < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -208,16 +186,3 @@ def test_the_gap_is_taken_over_rows_of_this_version_only_and_before_the_first_st
     assert report["logprob_gap_rows"] == 3
     alone = lab.layout(make_spec(), [plan(0, [in_one(pure)])]).reports[0]
     assert report["logprob_gap_max"] == pytest.approx(alone["logprob_gap_max"], rel=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "layout", [{"tp": 2}, {"pp": 2}, {"cp": 2}, {"tp": 2, "pp": 2}, {"tp": 2, "cp": 2}, {"pp": 2, "cp": 2}, {"cp": 2, "dp": 2}], ids=str
-)
-@pytest.mark.parametrize("model", ["qwen3", "llama_tied"])
-def test_M2_tensor_pipeline_and_context_parallel_layouts_equal_plain_torch(
-    lab: Any, rows: Any, make_spec: MakeSpec, plan: Any, model: str, layout: dict[str, int]
-) -> None:
-    spec = make_spec(model, **layout, optimizer=ADAM)
-    requests = [plan(0, [dealt(rows.ragged(1, 9), spec.dp, 3)]), plan(1, [dealt(rows.ragged(2, 8), spec.dp, 4)])]
-    assert_equal_steps(lab.layout(spec, requests), lab.reference(spec, requests))
