@@ -122,7 +122,7 @@ def queues(run: Run) -> dict[str, Any]:
         "live_samples": sum(ledger.live_by_deadline.values()),
         "consumed": ledger.counts.by_state["consumed"],
         "batches_uncommitted": len(ledger.batches),
-        "pushes_pending": int(run.push_pending),
+        "pushes_pending": int(run.publisher.pending),
         "engine_requests": {slot.engine_id: slot.open_requests for slot in run.pool.slots.values()},
         "store": {"objects": stats.objects, "used_bytes": stats.used_bytes, "capacity_bytes": stats.capacity_bytes},
         "watermark": {
@@ -182,6 +182,37 @@ def sentence(run: Run) -> str:
         upstream = next((s for s in ("reward", "rollout") if s in waits), None)
         because = f"; {upstream}: {waits[upstream].reason}" if upstream else ""
     return f"{side} idle {now - waits[side].since:.1f} s: {waits[side].reason}{because}"
+
+
+def gauges(run: Run) -> dict[str, float]:
+    """Names are headrace_<component>_<what>_<unit>."""
+    ledger = run.core.ledger
+    decision = run.dispatch.decision
+    return {
+        **{
+            f"headrace_ledger_{state}_trajectories": float(ledger.counts.by_state[state])
+            for state in ("running", "ready", "consumed", "finished")
+        },
+        **{f"headrace_ledger_{o}_trajectories_total": float(ledger.counts.by_outcome[o]) for o in ("trained", "evaluated", "discarded")},
+        "headrace_ledger_registered_trajectories_total": float(ledger.counts.registered),
+        "headrace_ledger_trained_version": float(ledger.trained_version),
+        "headrace_ledger_committed_version": float(ledger.committed_version),
+        "headrace_ledger_serving_version": float(ledger.serving_version),
+        "headrace_ledger_staleness_max_batches": float(max((s for s, c in ledger.staleness.items() if c), default=0)),
+        "headrace_ledger_staleness_bound_batches": float(run.config.staleness.bound),
+        "headrace_dispatch_in_flight_trajectories": float(run.dispatch.in_flight),
+        "headrace_dispatch_watermark_trajectories": float(decision.watermark if decision else 0),
+        "headrace_dispatch_tokens_total": float(run.dispatch.tokens_sampled),
+        "headrace_dispatch_resampled_tokens_total": float(run.dispatch.tokens_resampled),
+        "headrace_reward_pending_leaves": float(run.scoring.in_flight),
+        "headrace_reward_failed_leaves_total": float(run.scoring.failed),
+        "headrace_trainer_busy_seconds_total": run.training.busy.seconds(),
+        "headrace_trainer_replayed_batches_total": float(run.training.replayed),
+        "headrace_push_last_seconds": run.pusher.seconds,
+        "headrace_store_used_bytes": float(run.store_stats().used_bytes),
+        "headrace_store_capacity_bytes": float(run.config.store.capacity_bytes),
+        **run.pool.gauges(),
+    }
 
 
 # ---- trajectories ----------------------------------------------------------------------------------------------------------

@@ -26,15 +26,16 @@ from driver.core import Core
 from driver.dispatch import Dispatch
 from driver.feed import Feed
 from driver.launcher import StartFailed
-from driver.ledger import RowsLost, RunEnded, Sample, SampleDiscarded, Trajectory, TrajectoryRetried, Upsert, VersionServed
+from driver.ledger import RowsLost, RunEnded, Sample, SampleDiscarded, Trajectory, TrajectoryRetried, Upsert
 from driver.ledger_db import LedgerDB, LedgerError
 from driver.processes import Processes
-from driver.push import Pusher, Snapshot
+from driver.publish import Publisher
+from driver.push import Pusher
 from driver.scoring import Scoring
 from driver.training import CheckpointMissing, Training, rows_present
 from driver.watermark import Watermark
 from rollout.client import make_http
-from rollout.pool import EnginePool, EngineSlot
+from rollout.pool import EnginePool
 from rollout.tokens import TokenizerView
 from store import EmbeddedStore, Gone, Ref, StoreStats
 from trainer.client import TrainerRefused
@@ -70,8 +71,9 @@ class Run:
             self.pool,
             deadline_s=config.push.deadline_s,
             logprob_tolerance=config.push.logprob_tolerance,
-            replace=self._replace_engine,
+            replace=lambda slot, reason: self.processes.replace(slot.engine_id, reason),
         )
+        self.publisher = Publisher(self.core, self.pool, self.pusher)
         self.scoring = Scoring(self.core, wait_s=config.reward.batch_wait_s, deadline_s=config.reward.deadline_s)
         watermark = Watermark(config.batch.samples * config.rollout.n)
         self.watermark = watermark
@@ -82,7 +84,7 @@ class Run:
             self.core,
             self.http,
             canary_ids=canary_ids(self.tokenizer, config.rollout.context_length),
-            on_snapshot=self._on_snapshot,
+            on_snapshot=self.publisher.offer,
             on_applied=self._on_applied,
             archive=self._archive_finished,
             on_running_again=self.dispatch.enqueue,
@@ -91,17 +93,13 @@ class Run:
         self.processes = Processes(self)
         self.state = "starting"
         self.failure: str | None = None
-        self.ready_to_serve = asyncio.Event()  # an engine is open: the first token can come
         self.recent: collections.deque[dict[str, Any]] = collections.deque(
             (m for m in read_metrics(config.directory) if m["batch_id"] < ledger.trained_version), maxlen=RECENT_BATCHES
         )
         self.busy_shares: dict[str, float] = {}
-        self.gap_max: float | None = max((m["logprob_gap_max"] for m in self.recent if m.get("logprob_gap_max") is not None), default=None)
+        gaps = [m["logprob_gap_max"] for m in self.recent if m.get("logprob_gap_max") is not None]
+        self._gap_of_rows: float | None = max(gaps, default=None)
         self._elapsed_before_s: float = self.recent[-1]["time_s"] if self.recent else 0.0
-        self._newest: Snapshot | None = None  # what the engines should have
-        self._kept: Snapshot | None = None  # the newest that is on an engine: repair and late joiners
-        self._pushing: Snapshot | None = None
-        self._push_bell = self.core.bell()
         self._busy_at = (time.monotonic(), 0.0, 0.0)
         self._last_applied_at: float | None = None
         self._stop = asyncio.Event()
@@ -128,7 +126,7 @@ class Run:
                 ("processes", self.processes.run()),
                 ("scoring", self.scoring.run()),
                 ("dispatch", self.dispatch.run()),
-                ("push", self._push_loop()),
+                ("push", self.publisher.run()),
                 ("tick", self._tick_loop()),
             )
         ]
@@ -184,7 +182,7 @@ class Run:
         """Processes end, what must survive goes to disk, the store goes. The ledger stays open for reading until `close`."""
         core = self.core
         await self.processes.stop()
-        self._free_snapshots()
+        self.publisher.free_all()
         try:
             if not core.db.failure:
                 await core.db.durable()
@@ -294,69 +292,6 @@ class Run:
             self.state = state
         self.core.ring()
 
-    # ---- weights -------------------------------------------------------------------------------------------------------
-
-    @property
-    def push_pending(self) -> bool:
-        return self._newest is not None and any(self._needs(slot) for slot in self.pool.slots.values())
-
-    def _needs(self, slot: EngineSlot) -> bool:
-        assert self._newest is not None
-        return slot.state in ("starting", "open", "shut") and slot.verified != self._newest.label(slot.incarnation)
-
-    def _on_snapshot(self, snapshot: Snapshot) -> None:
-        """A newer version supersedes one that was not pushed yet; pending pushes coalesce to the newest."""
-        superseded, self._newest = self._newest, snapshot
-        if superseded is not None:
-            self._free_buckets(superseded)
-        self.core.ring()
-
-    async def _push_loop(self) -> None:
-        """Consumes snapshots; waits for a newer one, or an engine that lacks the newest; unblocked by any change."""
-        while True:
-            self._push_bell.clear()
-            if self._newest is None or not self.push_pending:
-                await self._push_bell.wait(1.0)
-                continue
-            snapshot = self._pushing = self._newest
-            outcomes = await self.pusher.push_all(snapshot)
-            self._pushing = None
-            for outcome in outcomes:
-                if outcome.logprob_gap is not None:
-                    self.gap_max = max(outcome.logprob_gap, self.gap_max or 0.0)
-            if any(outcome.verified for outcome in outcomes):
-                self._serve(snapshot)
-            self._free_buckets(snapshot)
-            self.core.ring()
-
-    def _serve(self, snapshot: Snapshot) -> None:
-        previous, self._kept = self._kept, snapshot
-        if previous is not None:
-            self._free_buckets(previous)
-        ledger = self.core.ledger
-        serving = min(
-            (s.verified.version for s in self.pool.slots.values() if s.state == "open" and s.verified and s.verified.epoch == ledger.epoch),
-            default=None,
-        )
-        if serving is not None and serving != ledger.serving_version and serving <= ledger.trained_version:
-            self.core.apply(VersionServed(version=serving))
-        self.ready_to_serve.set()
-
-    async def _replace_engine(self, slot: EngineSlot, reason: str) -> None:
-        await self.processes.replace(slot.engine_id, reason)
-
-    def _free_buckets(self, snapshot: Snapshot) -> None:
-        """Free what no snapshot still in use holds. By key: a trainer that came back makes the same version under the same keys."""
-        used = {bucket["key"] for s in (self._newest, self._kept, self._pushing) if s is not None for bucket in s.buckets}
-        self.store.free(Ref.from_wire(bucket) for bucket in snapshot.buckets if bucket["key"] not in used)
-
-    def _free_snapshots(self) -> None:
-        """At the end of the run."""
-        done = [s for s in (self._newest, self._kept, self._pushing) if s is not None]
-        self._newest = self._kept = self._pushing = None
-        for snapshot in done:
-            self._free_buckets(snapshot)
-
     # ---- batches -------------------------------------------------------------------------------------------------------
 
     def _on_applied(self, batch_id: int, report: TrainReport) -> None:
@@ -372,7 +307,7 @@ class Run:
         self._last_applied_at = now
         self._measure_busy()
         if report.logprob_gap_max is not None:
-            self.gap_max = max(report.logprob_gap_max, self.gap_max or 0.0)
+            self._gap_of_rows = max(report.logprob_gap_max, self._gap_of_rows or 0.0)
         decision = self.dispatch.decision
         line: dict[str, Any] = {
             "batch_id": batch_id,
@@ -409,6 +344,11 @@ class Run:
         if stop.reward is not None and len(window) == stop.reward_window and sum(window) / len(window) >= stop.reward:
             self.core.ending = f"mean reward reached {stop.reward}"
             self.core.draining = self.core.ending
+
+    @property
+    def gap_max(self) -> float | None:
+        """The largest difference of log-probs seen, engine to trainer: of rows of one version, and of the pushes' fixed sequence."""
+        return max((gap for gap in (self._gap_of_rows, self.publisher.gap_max) if gap is not None), default=None)
 
     @property
     def elapsed_s(self) -> float:
@@ -503,40 +443,6 @@ class Run:
 
     def _free(self, trajectories: list[Trajectory]) -> None:
         self.store.free(Ref.from_wire(ref) for t in trajectories for leaf in t.leaves for ref in (leaf.rollout, leaf.reward))
-
-    # ---- gauges --------------------------------------------------------------------------------------------------------
-
-    def gauges(self) -> dict[str, float]:
-        """Names are headrace_<component>_<what>_<unit>."""
-        ledger = self.core.ledger
-        decision = self.dispatch.decision
-        return {
-            **{
-                f"headrace_ledger_{state}_trajectories": float(ledger.counts.by_state[state])
-                for state in ("running", "ready", "consumed", "finished")
-            },
-            **{
-                f"headrace_ledger_{o}_trajectories_total": float(ledger.counts.by_outcome[o]) for o in ("trained", "evaluated", "discarded")
-            },
-            "headrace_ledger_registered_trajectories_total": float(ledger.counts.registered),
-            "headrace_ledger_trained_version": float(ledger.trained_version),
-            "headrace_ledger_committed_version": float(ledger.committed_version),
-            "headrace_ledger_serving_version": float(ledger.serving_version),
-            "headrace_ledger_staleness_max_batches": float(max((s for s, c in ledger.staleness.items() if c), default=0)),
-            "headrace_ledger_staleness_bound_batches": float(self.config.staleness.bound),
-            "headrace_dispatch_in_flight_trajectories": float(self.dispatch.in_flight),
-            "headrace_dispatch_watermark_trajectories": float(decision.watermark if decision else 0),
-            "headrace_dispatch_tokens_total": float(self.dispatch.tokens_sampled),
-            "headrace_dispatch_resampled_tokens_total": float(self.dispatch.tokens_resampled),
-            "headrace_reward_pending_leaves": float(self.scoring.in_flight),
-            "headrace_reward_failed_leaves_total": float(self.scoring.failed),
-            "headrace_trainer_busy_seconds_total": self.training.busy.seconds(),
-            "headrace_trainer_replayed_batches_total": float(self.training.replayed),
-            "headrace_push_last_seconds": self.pusher.seconds,
-            "headrace_store_used_bytes": float(self.store_stats().used_bytes),
-            "headrace_store_capacity_bytes": float(self.config.store.capacity_bytes),
-            **self.pool.gauges(),
-        }
 
 
 def canary_ids(tokenizer: TokenizerView, context_length: int) -> list[int]:

@@ -60,7 +60,7 @@ class _Metrics:
     def collect(self) -> list[GaugeMetricFamily]:
         families: dict[str, GaugeMetricFamily] = {}
         for run_id, run in self._runs.items():
-            for name, value in run.gauges().items():
+            for name, value in observe.gauges(run).items():
                 family = families.setdefault(name, GaugeMetricFamily(name, name.replace("_", " "), labels=["run_id"]))
                 family.add_metric([run_id], value)
         return list(families.values())

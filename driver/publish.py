@@ -1,0 +1,82 @@
+"""Which version the engines should have, which they have, and the buckets of both.
+
+    training ──offer──▶ newest ──push_all──▶ kept (on an engine: repair, late joiners) ──▶ freed when the next one is
+                          │ superseded before its push: freed
+
+Pending pushes coalesce to the newest. A version is served (and becomes the tag of new samples) when the lowest open engine has it.
+"""
+
+from __future__ import annotations
+
+from driver.core import Core
+from driver.ledger import VersionServed
+from driver.push import Pusher, Snapshot
+from rollout.pool import EnginePool, EngineSlot
+from store import Ref
+
+
+class Publisher:
+    def __init__(self, core: Core, pool: EnginePool, pusher: Pusher) -> None:
+        self._core = core
+        self._pool = pool
+        self._pusher = pusher
+        self._bell = core.bell()
+        self._newest: Snapshot | None = None  # what the engines should have
+        self._kept: Snapshot | None = None  # the newest that is on an engine
+        self._pushing: Snapshot | None = None
+        self.gap_max: float | None = None
+
+    @property
+    def pending(self) -> bool:
+        """Some engine lacks the newest version."""
+        return self._newest is not None and any(self._lacks(slot, self._newest) for slot in self._pool.slots.values())
+
+    @staticmethod
+    def _lacks(slot: EngineSlot, snapshot: Snapshot) -> bool:
+        return slot.state in ("starting", "open", "shut") and slot.verified != snapshot.label(slot.incarnation)
+
+    def offer(self, snapshot: Snapshot) -> None:
+        """A newer version; one that was not pushed yet is superseded by it."""
+        superseded, self._newest = self._newest, snapshot
+        if superseded is not None:
+            self._free(superseded)
+        self._core.ring()
+
+    async def run(self) -> None:
+        """Consumes snapshots; waits for a newer one, or an engine that lacks the newest; unblocked by any change. Never ends."""
+        while True:
+            self._bell.clear()
+            if self._newest is None or not self.pending:
+                await self._bell.wait(1.0)
+                continue
+            snapshot = self._pushing = self._newest
+            outcomes = await self._pusher.push_all(snapshot)
+            self._pushing = None
+            gaps = [outcome.logprob_gap for outcome in outcomes if outcome.logprob_gap is not None]
+            self.gap_max = max([*gaps, *([] if self.gap_max is None else [self.gap_max])], default=None)
+            if any(outcome.verified for outcome in outcomes):
+                self._serve(snapshot)
+            self._free(snapshot)
+            self._core.ring()
+
+    def _serve(self, snapshot: Snapshot) -> None:
+        previous, self._kept = self._kept, snapshot
+        if previous is not None:
+            self._free(previous)
+        ledger = self._core.ledger
+        open_slots = [slot for slot in self._pool.slots.values() if slot.state == "open" and slot.verified is not None]
+        versions = [slot.verified.version for slot in open_slots if slot.verified is not None and slot.verified.epoch == ledger.epoch]
+        serving = min(versions, default=None)
+        if serving is not None and serving != ledger.serving_version and serving <= ledger.trained_version:
+            self._core.apply(VersionServed(version=serving))
+
+    def _free(self, snapshot: Snapshot) -> None:
+        """Free what no snapshot still in use holds. By key: a trainer that came back makes the same version under the same keys."""
+        used = {bucket["key"] for s in (self._newest, self._kept, self._pushing) if s is not None for bucket in s.buckets}
+        self._core.store.free(Ref.from_wire(bucket) for bucket in snapshot.buckets if bucket["key"] not in used)
+
+    def free_all(self) -> None:
+        """At the end of the run."""
+        done = {bucket["key"]: bucket for s in (self._newest, self._kept, self._pushing) if s is not None for bucket in s.buckets}
+        self._newest = self._kept = self._pushing = None
+        self._core.store.free(Ref.from_wire(bucket) for bucket in done.values())
