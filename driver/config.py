@@ -92,7 +92,11 @@ class RewardConfig(_Section):
 class LossConfig(_Section):
     clip_low: float = Field(0.2, gt=0, lt=1)
     clip_high: float = Field(0.28, gt=0)
-    advantage: Literal["group_mean", "grpo"] = Field("group_mean", description="group_mean: reward - mean; grpo: also divided by the std")
+    advantage: Literal["group_mean", "dr_grpo", "grpo", "rloo", "reinforce_pp"] = Field(
+        "group_mean",
+        description="group_mean, dr_grpo: reward - the group's mean; grpo: also over the group's std; rloo: reward - the others' mean; "
+        "reinforce_pp: reward - the group's mean, over the whole batch's std",
+    )
 
 
 class TrainerConfig(_Section):
