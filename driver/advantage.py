@@ -10,12 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-Groups = Mapping[str, Sequence[float]]
-Made = dict[str, list[float]]
+Groups = Mapping[int, Sequence[float]]
+Made = dict[int, list[float]]
 
 
 def group_mean(groups: Groups) -> Made:
-    """r - mean(group). GRPO without the division by the standard deviation (Liu et al. 2025, "Understanding R1-Zero-Like Training", 3.2)."""
+    """r - mean(group). GRPO without the division by the deviation (Liu et al. 2025, "Understanding R1-Zero-Like Training", 3.2)."""
     return {uid: _centred(rewards) for uid, rewards in groups.items()}
 
 
@@ -33,7 +33,7 @@ def rloo(groups: Groups) -> Made:
 
 
 def reinforce_pp(groups: Groups) -> Made:
-    """(r - mean(group)) / (std + 1e-6), std over all trajectories of the batch (Hu et al. 2025, "REINFORCE++", the variant with a baseline).
+    """(r - mean(group)) / (std + 1e-6), std over all trajectories of the batch (Hu et al. 2025, "REINFORCE++", variant with baseline).
 
     The paper also subtracts the batch's mean, which is 0 after the groups' own means are gone: leaving that out keeps exact zeros exact.
     Each trajectory weighs the same in the std; implementations that whiten token by token weigh the longer ones more.

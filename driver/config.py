@@ -17,6 +17,8 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from trainer.spec import LossSpec
+
 
 class ConfigError(ValueError):
     """A sentence for the user: what is wrong, where, and what to do."""
@@ -89,9 +91,9 @@ class RewardConfig(_Section):
     deadline_s: float = Field(120.0, gt=0, description="a score that has not come by then counts as lost and is asked for again")
 
 
-class LossConfig(_Section):
-    clip_low: float = Field(0.2, gt=0, lt=1)
-    clip_high: float = Field(0.28, gt=0)
+class LossConfig(LossSpec):
+    """The trainer's loss, and the advantage that goes into it."""
+
     advantage: Literal["group_mean", "dr_grpo", "grpo", "rloo", "reinforce_pp"] = Field(
         "group_mean",
         description="group_mean, dr_grpo: reward - the group's mean; grpo: also over the group's std; rloo: reward - the others' mean; "

@@ -186,7 +186,7 @@ class Processes:
                 incarnation=incarnation * 1000,  # the warm parent counts its groups from here
                 dp=trainer.dp,
                 seed=config.seed,
-                loss=LossSpec(clip_low=trainer.loss.clip_low, clip_high=trainer.loss.clip_high),
+                loss=LossSpec.model_validate(trainer.loss.model_dump(exclude={"advantage"})),
                 optimizer=OptimizerSpec(
                     betas=trainer.betas, eps=trainer.eps, weight_decay=trainer.weight_decay, grad_clip=trainer.grad_clip
                 ),
