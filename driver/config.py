@@ -100,6 +100,11 @@ class LossConfig(LossSpec):
         "reinforce_pp: reward - the group's mean, over the whole batch's std",
     )
 
+    @property
+    def spec(self) -> LossSpec:
+        """What the trainer is told: all but the advantage, which the plan carries as numbers."""
+        return LossSpec.model_validate(self.model_dump(exclude={"advantage"}))
+
 
 class TrainerConfig(_Section):
     dp: int = Field(1, ge=1, le=64, description="data-parallel ranks")

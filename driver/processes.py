@@ -19,7 +19,7 @@ from driver.life import ProcessSpec
 from reward.client import RewardClient
 from reward.spec import RewardSpec, ScorerSpec
 from rollout.client import EngineClient
-from trainer.spec import LossSpec, OptimizerSpec, TrainerSpec
+from trainer.spec import OptimizerSpec, TrainerSpec
 
 if TYPE_CHECKING:
     from driver.run import Run
@@ -186,7 +186,7 @@ class Processes:
                 incarnation=incarnation * 1000,  # the warm parent counts its groups from here
                 dp=trainer.dp,
                 seed=config.seed,
-                loss=LossSpec.model_validate(trainer.loss.model_dump(exclude={"advantage"})),
+                loss=trainer.loss.spec,
                 optimizer=OptimizerSpec(
                     betas=trainer.betas, eps=trainer.eps, weight_decay=trainer.weight_decay, grad_clip=trainer.grad_clip
                 ),

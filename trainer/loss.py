@@ -31,8 +31,9 @@ class Tokens:
     """[rows] all trained tokens of the row, those on other context-parallel ranks too."""
 
     def at(self, index: torch.Tensor) -> Tokens:
-        columns = (self.log_probs, self.behaviour, self.advantage, self.entropy, self.row)
-        return Tokens(*(column[index] for column in columns), self.length)
+        return Tokens(
+            self.log_probs[index], self.behaviour[index], self.advantage[index], self.entropy[index], self.row[index], self.length
+        )
 
 
 Bounded = tuple[torch.Tensor, torch.Tensor]

@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -272,6 +272,11 @@ def test_no_tokens_add_nothing_and_maximise_nothing() -> None:
     rows = ragged(2, 5)
     some, together = step(EVERY[0], [rows])[1], step(EVERY[0], [rows, [], []])[1]
     assert torch.equal(together.total, some.total) and torch.equal(together.highest, some.highest)
+
+
+def test_every_choice_of_a_spec_is_in_its_registry() -> None:
+    assert get_args(LossSpec.model_fields["policy"].annotation) == tuple(POLICIES)
+    assert get_args(LossSpec.model_fields["aggregation"].annotation) == tuple(AGGREGATIONS)
 
 
 @pytest.mark.parametrize(
