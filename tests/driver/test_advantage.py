@@ -6,7 +6,7 @@ import random
 import statistics
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from driver.advantage import ADVANTAGES, advantages
@@ -37,6 +37,13 @@ def test_N3_groups_of_4_3_and_4_each_have_their_own_baseline_and_equal_rewards_g
     assert made == {7: [0.5, -0.5, -0.5, 0.5], 8: pytest.approx([0.5, 0.0, -0.5]), 9: [0.0] * 4}
     assert advantages(groups, "rloo")[7] == pytest.approx([2 / 3, -2 / 3, -2 / 3, 2 / 3])
     assert advantages(groups, "grpo")[7] == pytest.approx([1.0, -1.0, -1.0, 1.0], abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(equal=reward, size=st.integers(1, 40))
+@example(equal=-3.8, size=3)
+def test_N3_equal_rewards_give_exactly_0_though_their_mean_may_be_off_in_the_last_bit(kind: str, equal: float, size: int) -> None:
+    assert advantages({1: [equal] * size, 2: [1.0, 0.0]}, kind)[1] == [0.0] * size
 
 
 @pytest.mark.parametrize("kind", KINDS)

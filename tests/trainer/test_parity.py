@@ -78,7 +78,7 @@ def test_M1_M2_N2_every_other_loss_equals_plain_torch_in_any_split_and_order(
     assert all(0.0 < fraction < 1.0 for fraction in fractions), f"tokens on both sides of the clip: {fractions}"
 
 
-@pytest.mark.parametrize("layout", [{"tp": 2}, {"cp": 2}], ids=str)
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"cp": 2}, pytest.param({"pp": 2, "cp": 2}, marks=pytest.mark.slow)], ids=str)
 def test_M2_gspo_with_an_entropy_bonus_equals_plain_torch_with_the_vocabulary_or_the_rows_split(
     lab: Any, rows: Any, make_spec: MakeSpec, plan: Any, layout: dict[str, int]
 ) -> None:
