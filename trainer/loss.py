@@ -69,7 +69,7 @@ def dual_clip(tokens: Tokens, spec: LossSpec, sum_rows: SumRows) -> Bounded:
 def gspo(tokens: Tokens, spec: LossSpec, sum_rows: SumRows) -> Bounded:
     """`ppo_clip` with one ratio a row, exp(mean over its tokens of log r), at each token (Zheng et al. 2025, "GSPO", 4.1).
 
-    A token's ratio has the row's value and its own token's gradient (the paper's GSPO-token, 4.2). With one advantage a row, and tokens
+    A token's ratio has the row's value and its own token's gradient (the paper's GSPO-token). With one advantage a row, and tokens
     of a row weighing the same, that is GSPO's gradient, and none has to travel to other ranks.
     """
     log_ratio = (tokens.log_probs.detach() - tokens.behaviour).double()
