@@ -1,28 +1,78 @@
-"""From the rewards of one sample's trajectories to one scalar per trajectory (M6: groups are by uid, never by position).
+"""From the rewards of one batch's samples to one scalar per trajectory, by a registry of kinds.
 
-`group_mean` is GRPO without the division by the standard deviation, as argued in "Understanding R1-Zero-Like Training" (Liu et
-al. 2025, section 3); `grpo` is DeepSeekMath (Shao et al. 2024), equation in section 4.1.2, with outcome supervision.
+A kind is a function of all groups of the batch, because one of them needs the whole batch. A group is a sample's trajectories and goes by
+its uid, never by a position (M6): groups may have any sizes, and their order changes no bit. In every kind a group of equal rewards gets
+exactly 0 (N3), so that its rows can stay out of the plan (N6).
 """
 
 from __future__ import annotations
 
 import math
-import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+
+Groups = Mapping[int, Sequence[float]]
+Made = dict[int, list[float]]
 
 
-def advantages(rewards: Sequence[float], kind: str) -> list[float]:
-    """One advantage per trajectory of one sample. A group of equal rewards gets exactly 0 (N3); rewards must be finite."""
-    if not rewards:
-        return []
-    assert all(math.isfinite(r) for r in rewards), "a failed score never reaches the baseline (L4, N4)"
-    if max(rewards) == min(rewards):
+def group_mean(groups: Groups) -> Made:
+    """r - mean(group). GRPO without the division by the deviation (Liu et al. 2025, "Understanding R1-Zero-Like Training", 3.2)."""
+    return {uid: _centred(rewards) for uid, rewards in groups.items()}
+
+
+def grpo(groups: Groups) -> Made:
+    """(r - mean(group)) / (std(group) + 1e-6), std of the population (Shao et al. 2024, "DeepSeekMath", 4.1.2, outcome supervision)."""
+    return {uid: _scaled(centred, _root_mean_square(centred)) for uid, centred in group_mean(groups).items()}
+
+
+def rloo(groups: Groups) -> Made:
+    """r - mean of the others' rewards, which is n / (n - 1) of `group_mean` (Ahmadian et al. 2024, "Back to Basics", the RLOO estimator).
+
+    A trajectory without others has no baseline and gets 0.
+    """
+    return {uid: [c * len(made) / max(1, len(made) - 1) for c in made] for uid, made in group_mean(groups).items()}
+
+
+def reinforce_pp(groups: Groups) -> Made:
+    """(r - mean(group)) / (std + 1e-6), std over all trajectories of the batch (Hu et al. 2025, "REINFORCE++", variant with baseline).
+
+    The paper also subtracts the batch's mean, which is 0 after the groups' own means are gone: leaving that out keeps exact zeros exact.
+    Each trajectory weighs the same in the std; implementations that whiten token by token weigh the longer ones more.
+    """
+    centred = group_mean(groups)
+    deviation = _root_mean_square([c for made in centred.values() for c in made])
+    return {uid: _scaled(made, deviation) for uid, made in centred.items()}
+
+
+ADVANTAGES: dict[str, Callable[[Groups], Made]] = {
+    "group_mean": group_mean,
+    # The same advantage. Dr. GRPO's other half is how the loss is averaged: trainer.loss.aggregation `constant`.
+    "dr_grpo": group_mean,
+    "grpo": grpo,
+    "rloo": rloo,
+    "reinforce_pp": reinforce_pp,
+}
+
+
+def advantages(groups: Groups, kind: str) -> Made:
+    """By uid, one advantage per trajectory, in the order of its rewards. `groups` is the whole batch; rewards must be finite."""
+    if kind not in ADVANTAGES:
+        raise ValueError(f"unknown advantage {kind!r}; known: {', '.join(ADVANTAGES)}")
+    assert all(math.isfinite(r) for rewards in groups.values() for r in rewards), "a failed score never reaches the baseline (L4, N4)"
+    return ADVANTAGES[kind](groups)
+
+
+def _centred(rewards: Sequence[float]) -> list[float]:
+    # Exactly 0, where the mean of equal rewards may differ from them in the last bit.
+    if not rewards or max(rewards) == min(rewards):
         return [0.0] * len(rewards)
-    mean = statistics.fmean(rewards)
-    centred = [r - mean for r in rewards]
-    if kind == "group_mean":
-        return centred
-    if kind == "grpo":
-        deviation = statistics.pstdev(rewards, mean)
-        return [c / (deviation + 1e-6) for c in centred]
-    raise ValueError(f"unknown advantage {kind!r}; known: group_mean, grpo")
+    mean = math.fsum(rewards) / len(rewards)
+    return [r - mean for r in rewards]
+
+
+def _root_mean_square(centred: Sequence[float]) -> float:
+    """fsum rounds once, so any order of the numbers has the same sum."""
+    return math.sqrt(math.fsum(c * c for c in centred) / len(centred)) if centred else 0.0
+
+
+def _scaled(centred: Sequence[float], deviation: float) -> list[float]:
+    return [c / (deviation + 1e-6) for c in centred]

@@ -19,6 +19,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from trainer.layout import misfit
+from trainer.spec import LossSpec
 
 
 class ConfigError(ValueError):
@@ -92,10 +93,19 @@ class RewardConfig(_Section):
     deadline_s: float = Field(120.0, gt=0, description="a score that has not come by then counts as lost and is asked for again")
 
 
-class LossConfig(_Section):
-    clip_low: float = Field(0.2, gt=0, lt=1)
-    clip_high: float = Field(0.28, gt=0)
-    advantage: Literal["group_mean", "grpo"] = Field("group_mean", description="group_mean: reward - mean; grpo: also divided by the std")
+class LossConfig(LossSpec):
+    """The trainer's loss, and the advantage that goes into it."""
+
+    advantage: Literal["group_mean", "dr_grpo", "grpo", "rloo", "reinforce_pp"] = Field(
+        "group_mean",
+        description="group_mean, dr_grpo: reward - the group's mean; grpo: also over the group's std; rloo: reward - the others' mean; "
+        "reinforce_pp: reward - the group's mean, over the whole batch's std",
+    )
+
+    @property
+    def spec(self) -> LossSpec:
+        """What the trainer is told: all but the advantage, which the plan carries as numbers."""
+        return LossSpec.model_validate(self.model_dump(exclude={"advantage"}))
 
 
 class TrainerConfig(_Section):

@@ -22,7 +22,7 @@ from driver.life import ProcessSpec
 from reward.client import RewardClient
 from reward.spec import RewardSpec, ScorerSpec
 from rollout.client import EngineClient
-from trainer.spec import LossSpec, OptimizerSpec, TrainerSpec
+from trainer.spec import OptimizerSpec, TrainerSpec
 
 if TYPE_CHECKING:
     from driver.run import Run
@@ -204,7 +204,7 @@ class Processes:
                 cp=trainer.cp,
                 dp=trainer.dp,
                 seed=config.seed,
-                loss=LossSpec(clip_low=trainer.loss.clip_low, clip_high=trainer.loss.clip_high),
+                loss=trainer.loss.spec,
                 optimizer=OptimizerSpec(
                     betas=trainer.betas, eps=trainer.eps, weight_decay=trainer.weight_decay, grad_clip=trainer.grad_clip
                 ),

@@ -204,16 +204,17 @@ class Training:
         config = self._core.config
         rows: dict[str, WireRow] = {}
         to_plan: list[PlanRow] = []
-        for sample in samples:
-            group = sample.in_state(state)
-            rewards = [t.reward for t in group if t.reward is not None]
-            assert len(rewards) == len(group)
-            for trajectory, advantage in zip(group, advantages(rewards, config.trainer.loss.advantage), strict=True):
+        groups = {sample.uid: sample.in_state(state) for sample in samples}
+        rewards = {uid: [t.reward for t in group if t.reward is not None] for uid, group in groups.items()}
+        assert all(len(rewards[uid]) == len(group) for uid, group in groups.items())
+        made = advantages(rewards, config.trainer.loss.advantage)
+        for uid, group in groups.items():
+            for trajectory, advantage in zip(group, made[uid], strict=True):
                 for leaf in trajectory.leaves:
                     if advantage != 0.0:
                         rollout = WireRef.model_validate(leaf.rollout)
                         rows[leaf.row_id] = WireRow(row_id=leaf.row_id, rollout=rollout, advantage=advantage, length=leaf.length)
-                        to_plan.append(PlanRow(leaf.row_id, sample.uid, leaf.length))
+                        to_plan.append(PlanRow(leaf.row_id, uid, leaf.length))
         planned = plan(
             to_plan,
             mini_batch_count=config.batch.mini_batches,

@@ -15,11 +15,25 @@ class _Strict(BaseModel):
 
 
 class LossSpec(_Strict):
-    """PPO-clip against the log-probs recorded at sampling."""
+    """What is minimised, all against the log-probs recorded at sampling. The formulas are in `trainer/loss.py`."""
 
-    clip_low: float = Field(0.2, ge=0.0, lt=1.0)
-    clip_high: float = Field(0.28, ge=0.0)
-    aggregation: Literal["token_mean"] = "token_mean"
+    policy: Literal["ppo_clip", "dual_clip", "gspo", "cispo"] = Field("ppo_clip", description="the loss of a token, or for gspo of a row")
+    clip_low: float = Field(0.2, gt=0.0, le=1.0, description="the ratio's lower bound is 1 - clip_low; 1: there is none")
+    clip_high: float = Field(0.28, gt=0.0, description="the ratio's upper bound is 1 + clip_high")
+    dual_clip: float = Field(3.0, gt=1.0, description="dual_clip only: with a negative advantage the ratio counts up to this")
+    aggregation: Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant"] = Field(
+        "token_mean", description="how token losses become one number; a sequence is a row, that is a leaf"
+    )
+    divisor: float | None = Field(None, gt=0.0, description="constant only: a mini-batch's sum over tokens is divided by this")
+    entropy_bonus: float = Field(0.0, ge=0.0, description="times the entropy, taken off the loss of each token; keeps sampling diverse")
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> LossSpec:
+        if (self.aggregation == "constant") != (self.divisor is not None):
+            raise ValueError("aggregation constant needs a divisor, and only it: set both or neither; Dr. GRPO's is rows x max_new_tokens")
+        if self.policy == "gspo" and not {"clip_low", "clip_high"} <= self.model_fields_set:
+            raise ValueError("policy gspo clips the ratio of a whole row: set clip_low and clip_high; its paper has 3e-4 and 4e-4")
+        return self
 
 
 class OptimizerSpec(_Strict):

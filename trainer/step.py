@@ -1,10 +1,10 @@
 """A plan becomes a step.
 
-For each mini-batch: one all-reduced token count, taken after all masks and before the first forward; every micro-batch's loss is its sum
-over that count; gradients are summed over ranks and finalized once; then clip and Adam. So the split into ranks and micro-batches appears
-nowhere in the numbers. The metrics are sums and counts by the same rule.
+For each mini-batch: one all-reduced count (of tokens, or of rows, as the loss's aggregation has it), taken after all masks and before the
+first forward; every micro-batch's loss is its sum over that count; gradients are summed over ranks and finalized once; then clip and
+Adam. So the split into ranks and micro-batches appears nowhere in the numbers. The metrics are sums and counts by the same rule.
 
-The count is of tokens whose advantage is not 0: a row of no advantage, sent or left out, is the same step.
+Only rows whose advantage is not 0 count: a row of no advantage, sent or left out, is the same step.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
 from trainer.group import Group
-from trainer.loss import Sums, clipped_policy_loss, token_sums, vocab_entropy
+from trainer.loss import Sums, Tokens, denominator, loss_sums, units, vocab_entropy
 from trainer.model import Model
 from trainer.rows import Pack, Row, Unreadable, open_row, pack
 from trainer.spec import TrainerSpec
@@ -112,7 +114,7 @@ class Stepper:
         # Once a step was applied, the weights at hand are no longer those that sampled.
         sampler = None if tally.applied else (request.epoch, request.batch_id)
         rows = [row for micro_batch in share for row in micro_batch]
-        counted = sum(len(row.trained) for row in rows if row.advantage != 0.0)
+        counted = units(self._spec.loss, [len(row.trained) for row in rows if row.advantage != 0.0 and len(row.trained)])
         pure = sum(1 for row in rows if len(row.trained) and row.sampled_by(sampler))
         # Context-parallel ranks share rows: only the first counts them.
         mine = torch.tensor([counted, pure], dtype=torch.float64) * (self._group.cp_rank == 0)
@@ -121,6 +123,7 @@ class Stepper:
             self._advanced()
             tally.skipped.update(dict.fromkeys(row_ids, NO_TOKEN))
             return
+        count = denominator(self._spec.loss, count)
         self._model.zero_gradients()
         results = self._forward_backward(share or [[]], partial(self._loss, count, sampler))
         local = sum(results, Sums.nothing())
@@ -144,13 +147,17 @@ class Stepper:
     def _loss(self, count: float, sampler: tuple[int, int] | None, rows: list[Row], packed: Pack, output: torch.Tensor) -> Any:
         """(loss over the global count, no count for Megatron to divide by, this micro-batch's sums)."""
         log_probs, entropy = self._token_log_probs(packed, output, with_entropy=True)
-        advantage, loss = packed.advantage, self._spec.loss
-        # By index, not by a factor 0: an infinite ratio in a row of no advantage would be NaN.
-        moved = advantage.nonzero().squeeze(1)
-        losses = clipped_policy_loss(log_probs[moved], packed.behaviour[moved], advantage[moved], loss.clip_low, loss.clip_high)
+        length = torch.tensor([len(row.trained) for row in rows], dtype=torch.int64)
+        tokens = Tokens(log_probs, packed.behaviour, packed.advantage, entropy, packed.row, length)
         same = torch.tensor([row.sampled_by(sampler) for row in rows], dtype=torch.bool)[packed.row]
-        sums = token_sums(losses, log_probs, packed.behaviour, advantage, entropy, same, loss.clip_low, loss.clip_high)
-        return losses.sum() / count, torch.zeros((), dtype=torch.int), sums
+        loss, sums = loss_sums(self._spec.loss, tokens, same, self._sum_rows)
+        return loss / count, torch.zeros((), dtype=torch.int), sums
+
+    def _sum_rows(self, sums: torch.Tensor) -> torch.Tensor:
+        """Context-parallel ranks have the same rows, in the same order, and each its own tokens of them."""
+        if self._spec.cp > 1 and len(sums):
+            dist.all_reduce(sums, group=parallel_state.get_context_parallel_group())
+        return sums
 
     def _log_probs(self, rows: list[Row]) -> list[list[float]]:
         ends = np.cumsum([0, *(len(row.input_ids) - 1 for row in rows)]).tolist()
@@ -187,7 +194,8 @@ class Stepper:
         real = self._model.hf_config.vocab_size - self._group.tp_rank * logits.shape[1]
         if real < logits.shape[1]:
             logits[:, max(real, 0) :] = _NEVER
-        entropy = vocab_entropy(logits.detach(), self._group.tp_group) if with_entropy else torch.empty(0)
+        steered = logits if self._spec.loss.entropy_bonus else logits.detach()
+        entropy = vocab_entropy(steered, self._group.tp_group) if with_entropy else torch.empty(0)
         # Overwrites its logits, so it comes last.
         return -vocab_parallel_cross_entropy(logits[:, None], packed.target[:, None])[:, 0], entropy
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import yaml
 
-from driver.config import ConfigError, ServiceConfig, load_config
+from driver.advantage import ADVANTAGES
+from driver.config import ConfigError, LossConfig, ServiceConfig, load_config
+from trainer.spec import LossSpec
 
 ROOT = Path(__file__).parents[2]
 MODEL = str(ROOT / "examples/sort_digits/base")
@@ -26,6 +29,10 @@ def write(tmp_path: Path, **sections: object) -> Path:
         ({"rollout": {"enginez": 2}}, ["'rollout.enginez'", "'engine'"]),
         ({"rollout": {"sampling": {"temprature": 1.0}}}, ["'rollout.sampling.temprature'", "'temperature'"]),
         ({"trainer": {"loss": {"clip_hi": 0.3}}}, ["'trainer.loss.clip_hi'", "'clip_high'"]),
+        ({"trainer": {"loss": {"policy": "grpo"}}}, ["trainer.loss.policy", "'ppo_clip', 'dual_clip', 'gspo' or 'cispo'"]),
+        ({"trainer": {"loss": {"policy": "gspo"}}}, ["trainer.loss", "set clip_low and clip_high"]),
+        ({"trainer": {"loss": {"aggregation": "constant"}}}, ["trainer.loss", "needs a divisor"]),
+        ({"trainer": {"loss": {"advantage": "gae"}}}, ["trainer.loss.advantage", "'rloo'"]),
         ({"rollout": {"sampling": {"top_p": 0.9}}}, ["unknown key 'rollout.sampling.top_p'"]),
         ({"rollout": {"sampling": {"temperature": 0.0}}}, ["rollout.sampling.temperature", "greater than 0"]),
         ({"rollout": {"n": 1}}, ["min_group", "exceeds rollout.n"]),
@@ -51,6 +58,16 @@ def test_O1_O2_a_mistake_is_named_with_its_remedy(tmp_path, sections, words):
         load_config(write(tmp_path, **sections))
     for word in words:
         assert word in str(error.value)
+
+
+def test_every_choice_of_the_loss_reaches_the_trainer_and_every_advantage_can_be_chosen(tmp_path):
+    loss = {"policy": "gspo", "clip_low": 3e-4, "clip_high": 4e-4, "dual_clip": 2.0, "aggregation": "constant", "divisor": 9.0}
+    loss |= {"entropy_bonus": 0.01}
+    for kind in ADVANTAGES:
+        config = load_config(write(tmp_path, trainer={"loss": {**loss, "advantage": kind}})).trainer.loss
+        assert config.advantage == kind
+        assert type(config.spec) is LossSpec and config.spec.model_dump() == loss
+    assert get_args(LossConfig.model_fields["advantage"].annotation) == tuple(ADVANTAGES)
 
 
 def test_files_that_are_no_configuration_are_refused(tmp_path):

@@ -110,20 +110,21 @@ def reference(model_path: str, spec: dict[str, Any], requests: list[dict[str, An
         for mini_batch in request["mini_batches"]:
             rows = [row for ranks in mini_batch["ranks"] for micro in ranks for row in micro]
             optimizer.zero_grad()
-            total, count, entropy_sum = torch.zeros(()), 0, 0.0
+            total, count, entropy_sum, row_count = torch.zeros(()), 0, 0.0, 0
             for row in rows:
                 lease = open_store(row["rollout"]["location"]).open(PlanRow(**row).rollout.ref())
                 chosen = torch.tensor(np.flatnonzero(lease["response_mask"]))
                 log_probs, entropy = row_log_probs(row)
                 if step == 0:
                     arrays[f"log_probs/{row['row_id']}"] = log_probs.detach().numpy()
-                ratio = (log_probs[chosen] - torch.tensor(lease["rollout_log_probs"][chosen.numpy()])).exp()
-                bounded = torch.clip(ratio, 1 - loss_spec["clip_low"], 1 + loss_spec["clip_high"])
-                gain = torch.minimum(ratio * row["advantage"], bounded * row["advantage"])
-                total = total - gain.sum()
+                log_ratio = log_probs[chosen] - torch.tensor(lease["rollout_log_probs"][chosen.numpy()])
+                gain = row_gain(loss_spec, log_ratio, log_probs[chosen], row["advantage"])
+                gain = gain + loss_spec["entropy_bonus"] * entropy[chosen]
+                total = total - (gain.mean() if loss_spec["aggregation"] == "sequence_mean_token_mean" else gain.sum())
                 count += len(chosen)
+                row_count += 1
                 entropy_sum += float(entropy[chosen].sum())
-            loss = total / count
+            loss = total / {"token_mean": count, "constant": loss_spec["divisor"]}.get(loss_spec["aggregation"], row_count)
             loss.backward()
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), opt["grad_clip"])
             for group in optimizer.param_groups:
@@ -134,6 +135,18 @@ def reference(model_path: str, spec: dict[str, Any], requests: list[dict[str, An
     arrays |= {f"weights/{name}": p.detach().numpy() for name, p in names.items()}
     np.savez(out, allow_pickle=False, **arrays)
     return {"reports": reports}
+
+
+def row_gain(loss: dict[str, Any], log_ratio: torch.Tensor, log_probs: torch.Tensor, advantage: float) -> torch.Tensor:
+    """What each token of one row is to gain, by the papers' formulas; GSPO's is the same number at each."""
+    ratio = log_ratio.mean().exp().expand(len(log_ratio)) if loss["policy"] == "gspo" else log_ratio.exp()
+    bounded = torch.clip(ratio, 1 - loss["clip_low"], 1 + loss["clip_high"])
+    if loss["policy"] == "cispo":
+        return bounded.detach() * advantage * log_probs
+    gain = torch.minimum(ratio * advantage, bounded * advantage)
+    if loss["policy"] == "dual_clip" and advantage < 0:
+        return torch.clip(gain, min=loss["dual_clip"] * advantage)
+    return gain
 
 
 def layout(spec: dict[str, Any], requests: list[dict[str, Any]], out: str) -> dict[str, Any]:

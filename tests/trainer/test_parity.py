@@ -30,6 +30,41 @@ def test_M2_two_steps_equal_plain_torch_at_temperatures_0_7_1_0_and_1_3(
     assert_equal_steps(lab.layout(spec, requests), lab.reference(spec, requests))
 
 
+LOSSES = {
+    "gspo": {"policy": "gspo", "aggregation": "sequence_mean_token_mean", "clip_low": 0.1, "clip_high": 0.1, "entropy_bonus": 0.02},
+    "cispo": {"policy": "cispo", "aggregation": "sequence_mean_token_sum", "clip_low": 1.0, "clip_high": 1.5},
+    "dual_clip": {"policy": "dual_clip", "aggregation": "constant", "divisor": 50.0, "dual_clip": 1.6, "entropy_bonus": 0.02},
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_M1_M2_N2_every_other_loss_equals_plain_torch_in_any_split_and_order(
+    lab: Any, rows: Any, make_spec: MakeSpec, plan: Any, name: str
+) -> None:
+    drawn = [rows.ragged(41, 9, version=0), rows.ragged(42, 8, version=1)]
+    one = make_spec(loss=LOSSES[name], optimizer=ADAM)
+    whole = lab.layout(one, [plan(i, [in_one(some)]) for i, some in enumerate(drawn)])
+    assert_equal_steps(whole, lab.reference(one, [plan(i, [in_one(some)]) for i, some in enumerate(drawn)]))
+    split = lab.layout(
+        make_spec(loss=LOSSES[name], dp=2, optimizer=ADAM), [plan(i, [dealt(some[::-1], 2, 2)]) for i, some in enumerate(drawn)]
+    )
+    assert split.error(whole, "gradients") < 1e-5 and split.error(whole, "weights") < 1e-5
+    for mine, theirs in zip(split.reports, whole.reports, strict=True):
+        for metric in ("loss", "grad_norm", "clip_fraction", "entropy", "kl", "ratio_max"):
+            assert mine[metric] == pytest.approx(theirs[metric], rel=1e-5, abs=1e-6), metric
+    fractions = [report["clip_fraction"] for report in whole.reports]
+    assert all(0.0 < fraction < 1.0 for fraction in fractions), f"tokens on both sides of the clip: {fractions}"
+
+
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"cp": 2}, pytest.param({"pp": 2, "cp": 2}, marks=pytest.mark.slow)], ids=str)
+def test_M2_gspo_with_an_entropy_bonus_equals_plain_torch_with_the_vocabulary_or_the_rows_split(
+    lab: Any, rows: Any, make_spec: MakeSpec, plan: Any, layout: dict[str, int]
+) -> None:
+    spec = make_spec(loss=LOSSES["gspo"], **layout, optimizer=ADAM)
+    requests = [plan(0, [dealt(rows.ragged(43, 7), 1, 3)])]
+    assert_equal_steps(lab.layout(spec, requests), lab.reference(spec, requests))
+
+
 def test_M1_N2_any_split_and_order_over_one_or_two_ranks_is_the_same_step(lab: Any, rows: Any, make_spec: MakeSpec, plan: Any) -> None:
     drawn = [rows.ragged(3, 10, version=0), rows.ragged(4, 10, version=1)]
     one = lab.layout(make_spec(optimizer=ADAM), [plan(i, [in_one(some)]) for i, some in enumerate(drawn)])
@@ -112,8 +147,9 @@ def test_M5_the_gap_is_nothing_for_the_right_token_and_temperature_and_large_whe
     assert gaps["shifted"] > 0.1 and gaps["other temperature"] > 0.01
 
 
+@pytest.mark.parametrize("loss", [{}, LOSSES["gspo"]], ids=["ppo_clip", "gspo"])
 def test_M4_N4_nan_at_masked_positions_and_a_wild_advantage_in_an_all_masked_row_change_no_bit(
-    lab: Any, rows: Any, make_spec: MakeSpec, plan: Any
+    lab: Any, rows: Any, make_spec: MakeSpec, plan: Any, loss: dict[str, Any]
 ) -> None:
     rng = np.random.default_rng(10)
     drawn = [rows.columns(rng, 4, length) for length in (6, 9, 12)]
@@ -126,18 +162,21 @@ def test_M4_N4_nan_at_masked_positions_and_a_wild_advantage_in_an_all_masked_row
     ]
     failed = rows.columns(rng, 4, 9)
     failed |= {"response_mask": np.zeros(12, np.uint8), "rollout_log_probs": np.full(12, np.nan, np.float32)}
-    expected = lab.layout(make_spec(), [plan(0, [in_one(clean)])])
-    found = lab.layout(make_spec(), [plan(0, [[[poisoned, [rows.put("failed", failed, 100.0)]]]])])
+    expected = lab.layout(make_spec(loss=loss), [plan(0, [in_one(clean)])])
+    found = lab.layout(make_spec(loss=loss), [plan(0, [[[poisoned, [rows.put("failed", failed, 100.0)]]]])])
     assert found.reports[0]["loss"] == expected.reports[0]["loss"]
     assert all(np.array_equal(array, expected.arrays[name]) for name, array in found.named("weights").items())
 
 
-def test_N6_a_row_of_advantage_0_has_no_effect_and_counts_in_the_metrics(lab: Any, rows: Any, make_spec: MakeSpec, plan: Any) -> None:
+@pytest.mark.parametrize("loss", [{}, LOSSES["gspo"]], ids=["ppo_clip", "gspo"])
+def test_N6_a_row_of_advantage_0_has_no_effect_and_counts_in_the_metrics(
+    lab: Any, rows: Any, make_spec: MakeSpec, plan: Any, loss: dict[str, Any]
+) -> None:
     some = rows.ragged(11, 4)
     columns = rows.columns(np.random.default_rng(12), 4, 8)
     idle = rows.put("idle", columns | {"rollout_log_probs": columns["rollout_log_probs"] - 200.0}, 0.0)  # its ratio overflows
-    without = lab.layout(make_spec(), [plan(0, [in_one(some)])])
-    found = lab.layout(make_spec(), [plan(0, [[[some, [idle]]]])])
+    without = lab.layout(make_spec(loss=loss), [plan(0, [in_one(some)])])
+    found = lab.layout(make_spec(loss=loss), [plan(0, [[[some, [idle]]]])])
     assert all(np.array_equal(array, without.arrays[name]) for name, array in found.named("weights").items())
     assert found.reports[0]["loss"] == without.reports[0]["loss"]
     assert found.reports[0]["tokens"] == without.reports[0]["tokens"] + int(columns["response_mask"].sum())
