@@ -14,8 +14,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from driver.config import RunConfig
+from driver.events import Event
 from driver.feed import Feed
-from driver.ledger import Event, Ledger
+from driver.ledger import Ledger
 from driver.ledger_db import LedgerDB
 from store import Store
 

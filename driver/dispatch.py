@@ -24,18 +24,8 @@ from driver.batcher import admissible
 from driver.config import weights_bytes
 from driver.core import Core
 from driver.datasets import DataRow
-from driver.ledger import (
-    DISCARDED,
-    RUNNING,
-    Leaf,
-    Sample,
-    SampleDiscarded,
-    SampleRegistered,
-    Trajectory,
-    TrajectoryDiscarded,
-    TrajectoryReady,
-    TrajectoryRetried,
-)
+from driver.events import Leaf, SampleDiscarded, SampleRegistered, TrajectoryDiscarded, TrajectoryReady, TrajectoryRetried
+from driver.ledger import DISCARDED, RUNNING, Sample, Trajectory
 from driver.push import Pusher
 from driver.scoring import ScoreFailed, Scoring
 from driver.watermark import Decision, Watermark

@@ -6,7 +6,7 @@ evaluated or discarded with a reason (A2). An event that is not legal in the pre
 Mechanism: the live part (unfinished samples, uncommitted batches, counters) is kept here in plain objects; each event answers with
 the rows to upsert, which `ledger_db` commits in groups. No clock, no I/O: times and ids come inside the events.
 
-    running ──TrajectoryReady──▶ ready ──BatchAssembled──▶ consumed ──BatchCommitted──▶ finished(trained)
+    running ──TrajectoryReady──▶ ready ──BatchAssembled──▶ consumed ──VersionCommitted─▶ finished(trained)
        │                           │                          │
        └──TrajectoryDiscarded──────┴──SampleDiscarded         └──BatchUnmade──▶ ready or running (rows lost)
 """
@@ -20,6 +20,24 @@ from typing import Any
 
 import msgspec
 
+from driver.events import (
+    BatchApplied,
+    BatchAssembled,
+    BatchUnmade,
+    EpochBegan,
+    Event,
+    Leaf,
+    RowsLost,
+    RunEnded,
+    SampleDiscarded,
+    SampleRegistered,
+    TrajectoryDiscarded,
+    TrajectoryReady,
+    TrajectoryRetried,
+    VersionCommitted,
+    VersionServed,
+)
+
 RUNNING, READY, CONSUMED, FINISHED = "running", "ready", "consumed", "finished"
 TRAINED, EVALUATED, DISCARDED = "trained", "evaluated", "discarded"
 ASSEMBLED, APPLIED, COMMITTED = "assembled", "applied", "committed"
@@ -27,131 +45,6 @@ ASSEMBLED, APPLIED, COMMITTED = "assembled", "applied", "committed"
 
 class IllegalEvent(RuntimeError):
     """An event that does not fit the state: a fault of ours, never of the user."""
-
-
-class Leaf(msgspec.Struct, frozen=True):
-    """One row: where its columns are and the numbers the plan needs. Refs are `Ref.to_wire()`."""
-
-    row_id: str
-    rollout: dict[str, Any]
-    reward: dict[str, Any]
-    length: int
-    response_tokens: int
-    score: float
-    is_correct: bool | None = None
-
-
-class SampleRegistered(msgspec.Struct, frozen=True, kw_only=True):
-    uid: int
-    segment: int
-    row_index: int
-    pass_index: int
-    position: int
-    version_tag: int
-    deadline_batch: int
-    n: int
-    time: float
-
-
-class TrajectoryReady(msgspec.Struct, frozen=True, kw_only=True):
-    """Generated and scored. `leaves` in tree order; `reward` is the trajectory's own (it counts once in the baseline)."""
-
-    traj_uid: str
-    leaves: tuple[Leaf, ...]
-    reward: float
-    finish_reason: str
-    time: float
-
-
-class TrajectoryRetried(msgspec.Struct, frozen=True, kw_only=True):
-    """Lost with its engine, or failed by itself and within budget: still running, same tag."""
-
-    traj_uid: str
-    kind: str  # infrastructure | data
-    reason: str
-
-
-class TrajectoryDiscarded(msgspec.Struct, frozen=True, kw_only=True):
-    traj_uid: str
-    reason: str
-    time: float
-
-
-class SampleDiscarded(msgspec.Struct, frozen=True, kw_only=True):
-    """Every trajectory of the sample that is running or ready ends here."""
-
-    uid: int
-    reason: str
-    time: float
-
-
-class RowsLost(msgspec.Struct, frozen=True, kw_only=True):
-    """A ready trajectory whose rows are gone (host restart): generated again under its old tag."""
-
-    traj_uid: str
-    reason: str
-
-
-class BatchAssembled(msgspec.Struct, frozen=True, kw_only=True):
-    batch_id: int
-    uids: tuple[int, ...]
-    plan: bytes
-    time: float
-
-
-class BatchApplied(msgspec.Struct, frozen=True, kw_only=True):
-    batch_id: int
-    epoch: int
-    skipped: str | None
-    report: bytes
-    time: float
-
-
-class BatchUnmade(msgspec.Struct, frozen=True, kw_only=True):
-    """A batch that can not be replayed, because rows of it are gone: its samples go back. Only the newest batch can be unmade."""
-
-    batch_id: int
-    lost: frozenset[str]
-
-
-class VersionCommitted(msgspec.Struct, frozen=True, kw_only=True):
-    """A durable checkpoint holds this version: all batches below it are finished."""
-
-    version: int
-    checkpoint: str
-    time: float
-
-
-class EpochBegan(msgspec.Struct, frozen=True, kw_only=True):
-    """The trainer came back at an older version: weights of later versions are new ones, under a new epoch."""
-
-    epoch: int
-    version: int
-
-
-class VersionServed(msgspec.Struct, frozen=True, kw_only=True):
-    version: int
-
-
-class RunEnded(msgspec.Struct, frozen=True, kw_only=True):
-    how: str
-
-
-Event = (
-    SampleRegistered
-    | TrajectoryReady
-    | TrajectoryRetried
-    | TrajectoryDiscarded
-    | SampleDiscarded
-    | RowsLost
-    | BatchAssembled
-    | BatchApplied
-    | BatchUnmade
-    | VersionCommitted
-    | EpochBegan
-    | VersionServed
-    | RunEnded
-)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,8 @@ from typing import Any
 
 import msgspec
 
-from driver.ledger import ASSEMBLED, COMMITTED, FINISHED, Batch, Leaf, Ledger, Sample, Trajectory, Upsert, kind_of, traj_uid_of
+from driver.events import Leaf
+from driver.ledger import ASSEMBLED, COMMITTED, FINISHED, Batch, Ledger, Sample, Trajectory, Upsert, kind_of, traj_uid_of
 
 SCHEMA_VERSION = 1
 _SCHEMA = """

@@ -9,7 +9,7 @@ Pending pushes coalesce to the newest. A version is served (and becomes the tag 
 from __future__ import annotations
 
 from driver.core import Core
-from driver.ledger import VersionServed
+from driver.events import VersionServed
 from driver.push import Pusher, Snapshot
 from rollout.pool import EnginePool, EngineSlot
 from store import Ref

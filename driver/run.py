@@ -24,9 +24,10 @@ from driver.batcher import smallest_batch
 from driver.config import RunConfig
 from driver.core import Core
 from driver.dispatch import Dispatch
+from driver.events import RowsLost, RunEnded, SampleDiscarded, TrajectoryRetried
 from driver.feed import Feed
 from driver.launcher import StartFailed
-from driver.ledger import RowsLost, RunEnded, Sample, SampleDiscarded, Trajectory, TrajectoryRetried, Upsert
+from driver.ledger import Sample, Trajectory, Upsert
 from driver.ledger_db import LedgerDB, LedgerError
 from driver.processes import Processes
 from driver.publish import Publisher

@@ -25,16 +25,8 @@ from driver.advantage import advantages
 from driver.balance import PlanRow, plan
 from driver.batcher import Candidate, choose
 from driver.core import Busy, Core
-from driver.ledger import (
-    DISCARDED,
-    TRAINED,
-    BatchApplied,
-    BatchAssembled,
-    BatchUnmade,
-    EpochBegan,
-    Sample,
-    VersionCommitted,
-)
+from driver.events import BatchApplied, BatchAssembled, BatchUnmade, EpochBegan, VersionCommitted
+from driver.ledger import DISCARDED, TRAINED, Sample
 from driver.push import Snapshot
 from store import Gone, Ref
 from trainer.checkpoints import newest

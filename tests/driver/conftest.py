@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from driver.ledger import Leaf, Ledger, SampleRegistered, TrajectoryReady, traj_uid_of
+from driver.events import Leaf, SampleRegistered, TrajectoryReady
+from driver.ledger import Ledger, traj_uid_of
 
 
 def register(ledger: Ledger, *, tag: int = 0, bound: int = 2, n: int = 2) -> SampleRegistered:

@@ -11,25 +11,19 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from driver.batcher import Candidate, admissible, choose, feasible
-from driver.ledger import (
-    CONSUMED,
-    FINISHED,
-    READY,
-    RUNNING,
+from driver.events import (
     BatchApplied,
     BatchAssembled,
     BatchUnmade,
     EpochBegan,
-    IllegalEvent,
-    Ledger,
     RowsLost,
     SampleDiscarded,
     TrajectoryDiscarded,
     TrajectoryRetried,
     VersionCommitted,
     VersionServed,
-    traj_uid_of,
 )
+from driver.ledger import CONSUMED, FINISHED, READY, RUNNING, IllegalEvent, Ledger, traj_uid_of
 from tests.driver.conftest import ready, register
 
 P, N, BOUND = 2, 2, 2

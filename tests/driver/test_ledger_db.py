@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from driver.ledger import BatchApplied, BatchAssembled, Ledger, TrajectoryDiscarded, VersionCommitted, VersionServed, traj_uid_of
+from driver.events import BatchApplied, BatchAssembled, TrajectoryDiscarded, VersionCommitted, VersionServed
+from driver.ledger import Ledger, traj_uid_of
 from driver.ledger_db import LedgerDB, LedgerError
 from tests.driver.conftest import ready, register
 
