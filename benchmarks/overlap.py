@@ -28,10 +28,16 @@ WARM_UP = 3  # batches not measured: the first requests, the first compilations
 PLAIN = "plain"
 
 
+def settings_of(bound: int, batches: int, directory: Path) -> list[str]:
+    """What differs from the demo's configuration."""
+    settings = [f"staleness.bound={bound}", f"stop.batches={batches}", f"run_dir={directory}", "service.port=0", f"data={DATA}"]
+    settings += [f"store.directory=/dev/shm/headrace-bench-{time.time_ns():x}", "checkpoint.every=100"]
+    return settings
+
+
 def service(bound: int, batches: int, directory: Path) -> dict[str, float]:
     """One run of the service; periods between applied batches, and busy shares, after the warm-up."""
-    settings = [f"staleness.bound={bound}", f"stop.batches={batches}", f"run_dir={directory}", "service.port=0", f"data={DATA}"]
-    settings += [f"store.directory=/dev/shm/headrace-bench-{time.time_ns():x}", "checkpoint.every=1000"]
+    settings = settings_of(bound, batches, directory)
     argv = [sys.executable, "-P", "-m", "driver.cli", "up", str(CONFIG), "--quiet", "--exit-when-done"]
     subprocess.run([*argv, *(p for s in settings for p in ("--set", s))], check=True, timeout=600)
     rows = read_metrics(directory)[WARM_UP:]
@@ -101,7 +107,7 @@ def main() -> int:
         plain_loop(int(sys.argv[2]))
         return 0
     options = arguments(__doc__)
-    rounds, batches = (1, 14) if options.quick else (3, 40)
+    rounds, batches = (1, 10) if options.quick else (3, 40)
     seen: dict[str, list[dict[str, float]]] = {"async": [], "sync": [], PLAIN: []}
     with tempfile.TemporaryDirectory() as directory:
         for number in range(rounds):  # alternating, so that the machine's moods fall on all three
