@@ -147,6 +147,7 @@ class Run:
             for task in [*others, training]:
                 task.cancel()
             await asyncio.gather(*others, training, stop, return_exceptions=True)
+            await self.training.abandon()
             await self._wind_down()
 
     def stop(self) -> None:

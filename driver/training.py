@@ -72,7 +72,6 @@ class Training:
         self._recording: asyncio.Task[None] | None = None
         self.busy = Busy()
         self.replayed = 0
-        self.epochs_from_losses = 0
 
     # ---- the trainer comes and goes ------------------------------------------------------------------------------------
 
@@ -97,13 +96,6 @@ class Training:
     async def run(self) -> None:
         """Consumes ready samples; waits for P of them, or for the trainer; unblocked by any change of the ledger. Ends when no
         batch can come any more (stop rule, input exhausted, drain)."""
-        try:
-            await self._loop()
-        finally:
-            if self._recording is not None and not self._core.stopping:
-                self._recording.cancel()
-
-    async def _loop(self) -> None:
         core = self._core
         self._lost.set()
         while not core.stopping:
@@ -309,6 +301,12 @@ class Training:
             except (TrainerLost, TrainerRefused) as error:
                 log.warning("stopped without a last checkpoint: %s; the batches since are replayed", error)
 
+    async def abandon(self) -> None:
+        """At the end of the run, whatever it was: a commit still being recorded is left to the next start, which replays it."""
+        if self._recording is not None:
+            self._recording.cancel()
+            await asyncio.wait([self._recording])
+
     # ---- after a loss --------------------------------------------------------------------------------------------------
 
     async def _bring_up(self) -> None:
@@ -343,12 +341,12 @@ class Training:
         while ledger.trained_version < version:
             # Trained and saved, but the driver died before it wrote so: the checkpoint is the truth.
             batch_id = ledger.trained_version
-            core.apply(BatchApplied(batch_id=batch_id, epoch=ledger.epoch, skipped=None, report=b"{}", time=time.time()))
+            skipped = skipped_reason(core.config.directory / "trained_rows.jsonl", batch_id)
+            core.apply(BatchApplied(batch_id=batch_id, epoch=ledger.epoch, skipped=skipped, report=b"{}", time=time.time()))
         await self._recorded()
         if path is not None and version > ledger.committed_version:
             await self._record_commit(version, path)
         if version < ledger.trained_version:
-            self.epochs_from_losses += 1
             core.apply(EpochBegan(epoch=ledger.epoch + 1, version=version))
         self._unmake_lost_batches()
         await core.db.durable()
@@ -377,6 +375,17 @@ class Training:
 
 def _decode_plan(plan: bytes) -> list[MiniBatch]:
     return [MiniBatch.model_validate(mini) for mini in msgspec.json.decode(plan)]
+
+
+def skipped_reason(trained_rows: Path, batch_id: int) -> str | None:
+    """Why the trainer's own account says that it skipped this batch; None when it trained it. A replay's line counts, not the first."""
+    found = None
+    *lines, _torn = trained_rows.read_bytes().split(b"\n")  # after the last newline: nothing, or what a crash cut off
+    for line in lines:
+        entry = msgspec.json.decode(line)
+        if entry["batch_id"] == batch_id:
+            found = entry["skipped"]
+    return found
 
 
 def rows_present(core: Core, leaves: tuple[Any, ...]) -> bool:
