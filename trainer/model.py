@@ -26,7 +26,7 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.layers import set_defaults_if_not_set_tensor_model_parallel_attributes
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
@@ -55,6 +55,7 @@ _ON_CPU = {
 }
 
 
+VALUE_HEAD = "value_head.weight"
 _LAYER = re.compile(r"\.layers\.\d+\.")
 
 
@@ -80,6 +81,20 @@ class NormColumnParallelLinear(ColumnParallelLinear):
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         normed = F.rms_norm(x, (x.shape[-1],), self.layer_norm_weight, self.config.layernorm_epsilon)
         return super().forward(normed, *args, **kwargs)
+
+
+class ValueHead(torch.nn.Module):
+    """One number a token, [s, b, hidden] -> [s, b, 1], in the place of the output layer. Begins at zero: the first values are 0."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self._gathers = config.sequence_parallel
+        self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size))
+
+    def forward(self, hidden: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
+        if self._gathers:
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+        return F.linear(hidden.float(), self.weight), None
 
 
 class _GatherCP(torch.autograd.Function):
@@ -186,8 +201,8 @@ def layer_spec(config: Any) -> ModuleSpec:
     )
 
 
-@lru_cache(maxsize=8)
-def bridge_class(model_type: str) -> type:
+@lru_cache(maxsize=16)
+def bridge_class(model_type: str, value_head: bool = False) -> type:
     """mbridge's class for this model type, with what it lacks on a CPU and with transformers 5."""
     if model_type not in SUPPORTED:
         raise ValueError(f"model type {model_type!r} is not supported; supported are {', '.join(SUPPORTED)}")
@@ -203,7 +218,9 @@ def bridge_class(model_type: str) -> type:
             return super()._build_base_config(text_config_key, **{**kwargs, **_ON_CPU})
 
         def _adjust_mapping_for_shared_weights(self) -> None:
-            if self.hf_config.tie_word_embeddings:
+            if value_head:
+                self._DIRECT_MAPPING["output_layer.weight"] = VALUE_HEAD
+            elif self.hf_config.tie_word_embeddings:
                 self._DIRECT_MAPPING["output_layer.weight"] = "model.embed_tokens.weight"
 
         def _get_transformer_layer_spec(self, vp_stage: int | None = None) -> TransformerBlockSubmodules:
@@ -262,6 +279,9 @@ class Model:
     bridge: Any
     chunk: Any
     optimizer: Any
+    reference: torch.nn.Module | None = None
+    """frozen, not wrapped; loaded only when the loss has a KL penalty"""
+    critic: Model | None = None
 
     def set_learning_rate(self, lr: float, weight_decay: float) -> None:
         """Megatron leaves both to its scheduler, `wd_mult` (0 for norms and biases) included; we have none."""
@@ -269,37 +289,22 @@ class Model:
             group["lr"] = lr
             group["weight_decay"] = weight_decay * group["wd_mult"]
 
+    def gradient_norm(self) -> float:
+        """Before the clip, over all parameters wherever they are. Ends the backward: call it before `optimizer.step()`."""
+        self.optimizer.prepare_grads()
+        return float(self.optimizer.get_grad_norm())
+
     def zero_gradients(self) -> None:
         """Both, always: the fp32 optimizer makes `grad` an alias of `main_grad`, and the next backward would add to it twice."""
         self.chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
 
-def build(spec: TrainerSpec, group: Group, model_path: Path) -> Model:
-    """All ranks together. Raises Refused for a model that cannot be loaded."""
-    fault = None
-    try:
-        hf_config = read_config(model_path)
-        if why := misfit(hf_config.to_dict(), spec.tp, spec.pp):
-            raise ValueError(why)
-    except ValueError as error:
-        fault = (400, str(error))
-    group.agree(fault)
-    bridge = bridge_class(hf_config.model_type)(hf_config, dtype=torch.float32, make_vocab_size_divisible_by=spec.tp)
-    config = bridge.config
-    config.calculate_per_token_loss = True
-    config.finalize_model_grads_func = finalize_model_grads
-    RotaryEmbedding.forward.cache_clear()  # it holds every earlier model alive
-    first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
-    model = bridge._model_provider([])(first, last)
-    for parameter in model.parameters():
-        set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
-    unmatched = _unmatched_tensors(bridge, model, model_path)
-    group.agree((400, f"{model_path} is not what its config.json says: {unmatched}") if unmatched else None)
-    with torch.no_grad():
-        bridge.load_weights([model], str(model_path))
+def build(spec: TrainerSpec, group: Group, model_path: Path, *, value_head: bool = False) -> Model:
+    """A model to be trained. All ranks together. Raises Refused for one that cannot be loaded."""
+    hf_config, bridge, module = load_module(spec, group, model_path, value_head=value_head)
     ddp = DistributedDataParallelConfig(overlap_grad_reduce=False, average_in_collective=False, grad_reduce_in_fp32=True)
-    chunk = DistributedDataParallel(config=config, ddp_config=ddp, module=model)
+    chunk = DistributedDataParallel(config=bridge.config, ddp_config=ddp, module=module)
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",
@@ -316,6 +321,44 @@ def build(spec: TrainerSpec, group: Group, model_path: Path) -> Model:
     return Model(read_companions(model_path), hf_config, bridge, chunk, optimizer)
 
 
+def load_module(spec: TrainerSpec, group: Group, model_path: Path, *, value_head: bool = False) -> tuple[Any, Any, torch.nn.Module]:
+    """(Hugging Face configuration, bridge, this rank's part of the model with its weights). All ranks together. Raises Refused.
+
+    With `value_head` the output layer is a `ValueHead`, read from the checkpoint if it has one (`value_head.weight`), and else zero.
+    """
+    fault = None
+    try:
+        hf_config = read_config(model_path)
+        if why := misfit(hf_config.to_dict(), spec.tp, spec.pp):
+            raise ValueError(why)
+    except ValueError as error:
+        fault = (400, str(error))
+    group.agree(fault)
+    bridge = bridge_class(hf_config.model_type, value_head)(hf_config, dtype=torch.float32, make_vocab_size_divisible_by=spec.tp)
+    config = bridge.config
+    config.calculate_per_token_loss = True
+    config.finalize_model_grads_func = finalize_model_grads
+    RotaryEmbedding.forward.cache_clear()  # it holds every earlier model alive
+    first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
+    model = bridge._model_provider([])(first, last)
+    head = None
+    if value_head:
+        model.share_embeddings_and_output_weights = False
+        if last:
+            head = ValueHead(config)
+            model.output_layer = head if has_value_head(model_path) else torch.nn.Identity()
+    for parameter in model.parameters():
+        set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+    unmatched = _unmatched_tensors(bridge, model, model_path)
+    group.agree((400, f"{model_path} is not what its config.json says: {unmatched}") if unmatched else None)
+    with torch.no_grad():
+        bridge.load_weights([model], str(model_path))
+    if head is not None:
+        model.output_layer = head
+        set_defaults_if_not_set_tensor_model_parallel_attributes(head.weight)
+    return hf_config, bridge, model
+
+
 def _unmatched_tensors(bridge: Any, model: torch.nn.Module, model_path: Path) -> str | None:
     """Which tensors this rank would look for in vain, or would leave out (a bias that no parameter takes), if any.
 
@@ -330,6 +373,10 @@ def _unmatched_tensors(bridge: Any, model: torch.nn.Module, model_path: Path) ->
     kinds = {_LAYER.sub(".layers.*.", name) for name in wanted} | set(bridge._DIRECT_MAPPING.values()) | {"lm_head.weight"}
     surplus = sorted(name for name in there if _LAYER.sub(".layers.*.", name) not in kinds and not name.endswith("inv_freq"))
     return f"nothing takes {', '.join(surplus[:5])}" if surplus else None
+
+
+def has_value_head(model_path: Path) -> bool:
+    return VALUE_HEAD in SafeTensorIO(str(model_path)).load_hf_weight_names()
 
 
 def packing(padded_lengths: list[int]) -> PackedSeqParams:

@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qw
 from store import open_store  # noqa: E402
 from trainer import cpu, export, main, rank  # noqa: E402  (installs the CPU shim before megatron comes in)
 from trainer.group import Group  # noqa: E402
-from trainer.model import build  # noqa: E402
+from trainer.models import begin, policy_loss  # noqa: E402
 from trainer.spec import TrainerSpec  # noqa: E402
 from trainer.step import Stepper  # noqa: E402
 from trainer.wire import PlanRow, TrainRequest  # noqa: E402
@@ -189,8 +189,8 @@ def _layout_rank(facts: TrainerSpec, names: dict[str, Any], requests: list[dict[
     torch.set_num_threads(1)
     cpu.enter_mode()
     group = Group(facts)
-    model = build(facts, group, facts.model_path)
-    stepper = Stepper(facts, group, model, lambda: None)
+    model = begin(facts, group, facts.model_path)
+    stepper = Stepper(facts, group, model, policy_loss(facts, group), lambda: None)
     arrays: dict[str, np.ndarray] = {}
     if requests:
         rows = {row.row_id: row for mini in TrainRequest(**requests[0]).mini_batches for row in mini.rows()}
