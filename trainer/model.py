@@ -40,6 +40,7 @@ from transformers import AutoConfig
 from trainer.group import Group
 from trainer.layout import misfit
 from trainer.spec import TrainerSpec
+from trainer.wanted import Wanted
 
 SUPPORTED = ("llama", "qwen2", "qwen3")
 """Model types whose bridge and layer specification are tested."""
@@ -261,6 +262,7 @@ class Model:
     hf_config: Any
     bridge: Any
     chunk: Any
+    wanted: Wanted
     optimizer: Any
 
     def set_learning_rate(self, lr: float, weight_decay: float) -> None:
@@ -313,7 +315,7 @@ def build(spec: TrainerSpec, group: Group, model_path: Path) -> Model:
         ),
         [chunk],
     )
-    return Model(read_companions(model_path), hf_config, bridge, chunk, optimizer)
+    return Model(read_companions(model_path), hf_config, bridge, chunk, Wanted(model), optimizer)
 
 
 def _unmatched_tensors(bridge: Any, model: torch.nn.Module, model_path: Path) -> str | None:

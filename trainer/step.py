@@ -188,8 +188,8 @@ class Stepper:
         return batches
 
     def _token_log_probs(self, packed: Pack, output: torch.Tensor, with_entropy: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """output [1, t, V / tp] -> log-probs [n] of the wanted tokens and entropies [n], both at the row's temperature."""
-        logits = output[0].index_select(0, packed.at).float() / packed.temperature[:, None]
+        """output [1, n, V / tp] -> log-probs [n] of the wanted tokens and entropies [n], both at the row's temperature."""
+        logits = output[0].float() / packed.temperature[:, None]
         # The vocabulary is padded to the tensor-parallel ranks: what stands beyond it is no token.
         real = self._model.hf_config.vocab_size - self._group.tp_rank * logits.shape[1]
         if real < logits.shape[1]:
@@ -210,6 +210,7 @@ class Stepper:
 
         def forward(batches: Iterator[tuple[list[Row], Pack]], chunk: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
             rows, packed = next(batches)
+            self._model.wanted.positions = packed.at
             output = chunk(input_ids=packed.tokens, position_ids=None, attention_mask=None, packed_seq_params=packed.packing)
             self._advanced()
             return output, partial(then, rows, packed)
