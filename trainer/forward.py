@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -22,12 +22,23 @@ from trainer.group import Group
 from trainer.loss import vocab_entropy
 from trainer.rows import Pack, Row, pack
 from trainer.spec import TrainerSpec
+from trainer.wanted import Wanted as WantedPositions
 
 _NEVER = -1e30
 """A logit of probability 0. Not infinite: 0 times infinity is NaN in an entropy."""
 
 MicroBatches = Sequence[Sequence[Row]]
 Wanted = Callable[[Row], np.ndarray]
+
+
+class Part(Protocol):
+    """A model as far as it is run: its chunk, and where its output layer learns which positions are wanted."""
+
+    @property
+    def chunk(self) -> Any: ...
+
+    @property
+    def wanted(self) -> WantedPositions: ...
 
 
 def trained(row: Row) -> np.ndarray:
@@ -48,7 +59,7 @@ class Forward:
 
     def run(
         self,
-        chunk: torch.nn.Module,
+        model: Part,
         share: MicroBatches,
         then: Callable[..., Any],
         wanted: Wanted = trained,
@@ -63,9 +74,10 @@ class Forward:
             for rows in share
         ]
 
-        def forward(batches: Iterator[tuple[list[Row], Pack]], model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+        def forward(batches: Iterator[tuple[list[Row], Pack]], chunk: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
             rows, packed = next(batches)
-            output = model(input_ids=packed.tokens, position_ids=None, attention_mask=None, packed_seq_params=packed.packing)
+            model.wanted.positions = packed.at
+            output = chunk(input_ids=packed.tokens, position_ids=None, attention_mask=None, packed_seq_params=packed.packing)
             self._advanced()
             return output, partial(then, rows, packed)
 
@@ -73,7 +85,7 @@ class Forward:
             self._schedule(
                 forward_step_func=forward,
                 data_iterator=iter(list(zip(share, packs, strict=True))),
-                model=[chunk],
+                model=[model.chunk],
                 num_microbatches=len(share),
                 seq_length=1,  # unused: lengths vary
                 micro_batch_size=1,
@@ -83,7 +95,7 @@ class Forward:
         )
 
     def collect(
-        self, chunk: torch.nn.Module, share: MicroBatches, make: Callable[[Pack, torch.Tensor], torch.Tensor], wanted: Wanted = trained
+        self, model: Part, share: MicroBatches, make: Callable[[Pack, torch.Tensor], torch.Tensor], wanted: Wanted = trained
     ) -> dict[str, np.ndarray]:
         """By row id, [n] float64: what `make(pack, output)` [tokens] says of each wanted position. The same on all ranks of a replica."""
         rows = [row for micro_batch in share for row in micro_batch]
@@ -96,12 +108,12 @@ class Forward:
             flat[starts[packed.row] + packed.slot] = make(packed, output).double()
 
         with torch.no_grad():
-            self.run(chunk, share, place, wanted, forward_only=True)
+            self.run(model, share, place, wanted, forward_only=True)
         found = self._group.sum_in_replica(flat).numpy()
         return {row.row_id: found[a:b] for row, (a, b) in zip(rows, pairwise(ends), strict=True)}
 
     def log_probs(self, packed: Pack, output: torch.Tensor) -> torch.Tensor:
-        """output [1, t, V / tp] -> log-probs [n] of the wanted tokens at their rows' temperatures."""
+        """output [1, n, V / tp] -> log-probs [n] of the wanted tokens at their rows' temperatures."""
         # Overwrites its logits.
         return -vocab_parallel_cross_entropy(self._logits(packed, output)[:, None], packed.target[:, None])[:, 0]
 
@@ -113,7 +125,7 @@ class Forward:
         return -vocab_parallel_cross_entropy(logits[:, None], packed.target[:, None])[:, 0], entropy
 
     def _logits(self, packed: Pack, output: torch.Tensor) -> torch.Tensor:
-        logits = output[0].index_select(0, packed.at).float() / packed.temperature[:, None]
+        logits = output[0].float() / packed.temperature[:, None]
         # The vocabulary is padded to the tensor-parallel ranks: what stands beyond it is no token.
         real = self._vocab_size - self._group.tp_rank * logits.shape[1]
         if real < logits.shape[1]:

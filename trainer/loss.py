@@ -69,8 +69,9 @@ class Tokens:
 Bounded = tuple[torch.Tensor, torch.Tensor]
 """[n] losses, and [n] whether a clip took effect"""
 Policy = Callable[[Tokens, LossSpec], Any]
-"""A policy loss. Contract: one loss for each token, [n], differentiable in `log_probs`, or a pair of that and [n] bool (clipped). It may look
-at its token's own numbers, at `row_means`, and at nothing that depends on which rows share the micro-batch: no mean, no count, no position."""
+"""A policy loss. Contract: one loss for each token, [n], differentiable in `log_probs`, or a pair of that and [n] bool (clipped). It may
+look at its token's own numbers and at `row_means`, and at nothing that depends on which rows share the micro-batch: no mean, no count, no
+position."""
 
 
 def _clipped(ratio: torch.Tensor, advantage: torch.Tensor, spec: LossSpec) -> Bounded:

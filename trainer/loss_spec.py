@@ -20,9 +20,9 @@ class Strict(BaseModel):
 class CorrectionSpec(Strict):
     """What is done about tokens that the engine sampled with another probability than the trainer's own weights give them.
 
-    With k = exp(old - behaviour), old being recomputed by the trainer when the batch begins. Truncated importance sampling (Yao et al. 2025,
-    "Your efficient RL framework secretly brings you off-policy RL training") is `weight: token`; IcePop (Ling team 2025, "Every step evolves")
-    is `weight: token, mask: token, cap: null`; a sequence mask is `mask: sequence`.
+    With k = exp(old - behaviour), old being recomputed by the trainer when the batch begins. Truncated importance sampling (Yao et al.
+    2025, "Your efficient RL framework secretly brings you off-policy RL training") is `weight: token`; IcePop (Ling team 2025, "Every step
+    evolves") is `weight: token, mask: token, cap: null`; a sequence mask is `mask: sequence`.
     """
 
     weight: Literal["none", "token", "sequence"] = Field("none", description="the loss times min(k, cap), of the token or of its whole row")
@@ -46,7 +46,7 @@ class CorrectionSpec(Strict):
 
 
 class KLSpec(Strict):
-    """A penalty for leaving a frozen reference model. k1 in the loss has no gradient towards the reference on average: prefer k2 or k3 there."""
+    """A penalty for leaving a frozen reference model. In the loss, k1's gradient is 0 on average: prefer k2 or k3 there."""
 
     coefficient: float = Field(0.0, ge=0.0, description="0: no reference model is loaded")
     estimator: Literal["k1", "k2", "k3"] = Field("k3", description="of a token's KL (Schulman 2020, 'Approximating KL divergence')")
@@ -136,5 +136,5 @@ def check_critic(loss: LossSpec, critic: CriticSpec | None) -> None:
             raise ValueError("vtrace compares the recomputed log-probs with the recorded: set loss.old_log_probs: recomputed")
         if loss.correction.weight != "none" or loss.policy == "decoupled_ppo":
             raise ValueError(
-                "vtrace's advantages already carry the importance weight: set loss.correction.weight none and another policy than decoupled_ppo"
+                "vtrace's advantages already carry the importance weight: set loss.correction.weight none, and no decoupled_ppo"
             )

@@ -26,7 +26,7 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.layers import set_defaults_if_not_set_tensor_model_parallel_attributes
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
@@ -40,6 +40,7 @@ from transformers import AutoConfig
 from trainer.group import Group
 from trainer.layout import misfit
 from trainer.spec import TrainerSpec
+from trainer.wanted import Wanted
 
 SUPPORTED = ("llama", "qwen2", "qwen3")
 """Model types whose bridge and layer specification are tested."""
@@ -84,16 +85,17 @@ class NormColumnParallelLinear(ColumnParallelLinear):
 
 
 class ValueHead(torch.nn.Module):
-    """One number a token, [s, b, hidden] -> [s, b, 1], in the place of the output layer. Begins at zero: the first values are 0."""
+    """One number a token, [n, b, hidden] -> [n, b, 1], in the place of the output layer. Begins at zero: the first values are 0.
+
+    `Wanted` gathers the tokens for it under sequence parallelism, as it does for the output layer.
+    """
 
     def __init__(self, config: Any) -> None:
         super().__init__()
-        self._gathers = config.sequence_parallel
+        self.sequence_parallel = config.sequence_parallel
         self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size))
 
     def forward(self, hidden: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
-        if self._gathers:
-            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         return F.linear(hidden.float(), self.weight), None
 
 
@@ -269,6 +271,14 @@ def read_config(model_path: Path) -> Any:
     return config
 
 
+@dataclass(frozen=True)
+class Frozen:
+    """A model that is only asked, never trained, and so not wrapped for data parallelism."""
+
+    chunk: Any
+    wanted: Wanted
+
+
 @dataclass
 class Model:
     """A loaded model with its optimizer. `chunk` is wrapped for data parallelism."""
@@ -278,9 +288,10 @@ class Model:
     hf_config: Any
     bridge: Any
     chunk: Any
+    wanted: Wanted
     optimizer: Any
-    reference: torch.nn.Module | None = None
-    """frozen, not wrapped; loaded only when the loss has a KL penalty"""
+    reference: Frozen | None = None
+    """loaded only when the loss has a KL penalty"""
     critic: Model | None = None
 
     def set_learning_rate(self, lr: float, weight_decay: float) -> None:
@@ -318,7 +329,7 @@ def build(spec: TrainerSpec, group: Group, model_path: Path, *, value_head: bool
         ),
         [chunk],
     )
-    return Model(read_companions(model_path), hf_config, bridge, chunk, optimizer)
+    return Model(read_companions(model_path), hf_config, bridge, chunk, Wanted(module), optimizer)
 
 
 def load_module(spec: TrainerSpec, group: Group, model_path: Path, *, value_head: bool = False) -> tuple[Any, Any, torch.nn.Module]:

@@ -10,9 +10,10 @@ from pathlib import Path
 
 from trainer.group import Group
 from trainer.loss import Policy
-from trainer.model import Model, build, load_module
+from trainer.model import Frozen, Model, build, load_module
 from trainer.own_loss import resolve
 from trainer.spec import TrainerSpec
+from trainer.wanted import Wanted
 
 
 def begin(spec: TrainerSpec, group: Group, model_path: Path) -> Model:
@@ -36,7 +37,7 @@ def add_reference(spec: TrainerSpec, group: Group, model: Model) -> None:
         if ours != theirs
         else None
     )
-    model.reference = module.requires_grad_(False)
+    model.reference = Frozen(module.requires_grad_(False), Wanted(module))
 
 
 def policy_loss(spec: TrainerSpec, group: Group) -> Policy:

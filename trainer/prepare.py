@@ -74,13 +74,13 @@ def prepare(
     micro_batches = _each_once(shares)
     found: dict[str, dict[str, np.ndarray]] = {}
     if spec.loss.old_log_probs == "recomputed" or spec.loss.kl.where == "reward":
-        found["old"] = forward.collect(model.chunk, micro_batches, forward.log_probs)
+        found["old"] = forward.collect(model, micro_batches, forward.log_probs)
     if spec.loss.kl.coefficient:
         assert model.reference is not None
         found["reference"] = forward.collect(model.reference, micro_batches, forward.log_probs)
     if spec.critic is not None:
         assert model.critic is not None
-        found["values"] = forward.collect(model.critic.chunk, micro_batches, values)
+        found["values"] = forward.collect(model.critic, micro_batches, values)
     made = {row_id: _with_columns(spec, row, {name: by_row[row_id] for name, by_row in found.items()}) for row_id, row in rows.items()}
     mine = [row_id for row_id, rank in _first_rank(request).items() if rank == group.dp_rank]
     if spec.critic is not None and spec.critic.whiten:
@@ -91,8 +91,8 @@ def prepare(
 
 
 def values(packed: Pack, output: torch.Tensor) -> torch.Tensor:
-    """The critic's output [1, t, 1] -> [n], the value before each wanted token."""
-    return output[0, :, 0].index_select(0, packed.at).float()
+    """The critic's output [1, n, 1] -> [n], the value before each wanted token."""
+    return output[0, :, 0].float()
 
 
 def _each_once(shares: Sequence[MicroBatches]) -> list[list[Row]]:

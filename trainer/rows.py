@@ -125,8 +125,8 @@ def pack(
     cp_rank: int = 0,
     tp_size: int = 1,
 ) -> Pack:
-    """`wanted[i]` are the response positions of rows[i] whose log-probs are asked for. `columns` are taken along from `Row.tokens`, which has
-    them for the trained positions: name some only when these are what is wanted.
+    """`wanted[i]` are the response positions of rows[i] whose log-probs are asked for. `columns` are taken along from `Row.tokens`, which
+    has them for the trained positions: name some only when these are what is wanted.
 
     No rows make the empty micro-batch: one token of which nothing is asked, for a rank that has none of its own.
     """

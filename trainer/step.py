@@ -107,7 +107,7 @@ class Stepper:
 
     def _log_probs(self, rows: list[Row]) -> dict[str, list[float]]:
         """Every data-parallel replica computes all of it."""
-        found = self._forward.collect(self._model.chunk, self._forward.fill(rows), self._forward.log_probs, every)
+        found = self._forward.collect(self._model, self._forward.fill(rows), self._forward.log_probs, every)
         return {row_id: array.tolist() for row_id, array in found.items()}
 
     def _fault(self, request: TrainRequest) -> tuple[int, str] | None:
@@ -186,15 +186,15 @@ class Stepper:
         return self._spec.critic is not None or row.advantage != 0.0
 
     def _gradients(self, share: list[list[Row]], count: Count, sampler: tuple[int, int] | None) -> tuple[Sums, torch.Tensor]:
-        """All sums of the mini-batch over all ranks, the policy's and the critic's; the gradients are where the optimizers look for them."""
+        """All sums of the mini-batch over all ranks, the policy's and the critic's; the gradients are where the optimizers look."""
         self._model.zero_gradients()
-        results = self._forward.run(self._model.chunk, share, partial(self._loss, count, sampler), columns=self._columns)
+        results = self._forward.run(self._model, share, partial(self._loss, count, sampler), columns=self._columns)
         local = sum(results, Sums.nothing())
         sums = Sums(self._group.sum(local.total), self._group.maximum(local.highest))
         value = torch.zeros(3, dtype=torch.float64)
         if (critic := self._model.critic) is not None:
             critic.zero_gradients()
-            value = sum(self._forward.run(critic.chunk, share, partial(self._value_loss, count), columns=self._columns), value)
+            value = sum(self._forward.run(critic, share, partial(self._value_loss, count), columns=self._columns), value)
             value = self._group.sum(value)
         return sums, value
 

@@ -44,7 +44,7 @@ def token_rewards(count: int, score: float, log_ratio: np.ndarray | None, kl: KL
 
 
 def gae(rewards: np.ndarray, values: np.ndarray, critic: CriticSpec) -> tuple[np.ndarray, np.ndarray]:
-    """(advantages [n], returns [n]); the value after the last token is 0 (Schulman et al. 2016, "Generalized advantage estimation", eq. 16)."""
+    """(advantages [n], returns [n]); the value after the last token is 0 (Schulman et al. 2016, "Generalized advantage estimation", 16)."""
     deltas = rewards + critic.gamma * np.append(values[1:], 0.0) - values
     advantages = _backwards(deltas, np.full(len(deltas), critic.gamma * critic.lam))
     return advantages, advantages + values
@@ -53,7 +53,8 @@ def gae(rewards: np.ndarray, values: np.ndarray, critic: CriticSpec) -> tuple[np
 def vtrace(rewards: np.ndarray, values: np.ndarray, log_ratio: np.ndarray, critic: CriticSpec) -> tuple[np.ndarray, np.ndarray]:
     """(advantages [n], returns [n]) of tokens that an older policy sampled; log_ratio = old - behaviour, [n].
 
-    Espeholt et al. 2018, "IMPALA", eq. 1 and 4.2 with c scaled by lambda; the advantage carries its weight rho. On policy the returns are `gae`'s.
+    Espeholt et al. 2018, "IMPALA", eq. 1 and 4.2 with c scaled by lambda; the advantage carries its weight rho. On policy the returns are
+    `gae`'s.
     """
     with np.errstate(over="ignore"):
         ratio = np.exp(log_ratio)
