@@ -28,6 +28,7 @@ from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from trainer.group import Group
 from trainer.loss import Sums, Tokens, denominator, loss_sums, units, vocab_entropy
 from trainer.model import Model
+from trainer.moe import Routing
 from trainer.rows import Pack, Row, Unreadable, open_row, pack
 from trainer.spec import TrainerSpec
 from trainer.wire import PlanRow, TrainReport, TrainRequest
@@ -48,6 +49,7 @@ class Tally:
     applied: list[str] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
     """row_id -> why"""
+    replayed: set[str] = field(default_factory=set)
     read_s: float = 0.0
     forward_backward_s: float = 0.0
     optimizer_s: float = 0.0
@@ -59,6 +61,7 @@ class Stepper:
     def __init__(self, spec: TrainerSpec, group: Group, model: Model, advanced: Callable[[], None]) -> None:
         self._spec, self._group, self._model, self._advanced = spec, group, model, advanced
         self._schedule = get_forward_backward_func()
+        self._routing = Routing.of(model.hf_config) if spec.routing_replay else None
 
     def train(self, request: TrainRequest) -> TrainReport:
         """Raises Refused, before anything has changed, when a row cannot be read or the plan does not fit the layout."""
@@ -67,6 +70,7 @@ class Stepper:
         tally = Tally()
         shares = [mini_batch.ranks[self._group.dp_rank] for mini_batch in request.mini_batches]
         opened = self._open([row for share in shares for micro_batch in share for row in micro_batch])
+        tally.replayed = self._replayed(request, opened)
         tally.read_s = time.perf_counter() - started
         self._model.set_learning_rate(request.lr, self._spec.optimizer.weight_decay)
         for index, share in enumerate(shares):
@@ -102,7 +106,7 @@ class Stepper:
         try:
             for row in planned:
                 if row.row_id not in opened:
-                    opened[row.row_id] = open_row(row, self._model.hf_config.vocab_size)
+                    opened[row.row_id] = open_row(row, self._model.hf_config.vocab_size, self._routing)
         except Unreadable as error:
             fault = (error.status, str(error))
         self._group.agree(fault)
@@ -125,7 +129,7 @@ class Stepper:
             return
         count = denominator(self._spec.loss, count)
         self._model.zero_gradients()
-        results = self._forward_backward(share or [[]], partial(self._loss, count, sampler))
+        results = self._forward_backward(self._evened(share), partial(self._loss, count, sampler))
         local = sum(results, Sums.nothing())
         sums = Sums(self._group.sum(local.total), self._group.maximum(local.highest))
         forwarded = time.perf_counter()
@@ -143,6 +147,22 @@ class Stepper:
             tally.skipped.update(dict.fromkeys(row_ids, reason))
             self._dump(request, index, row_ids, {"reason": reason, **_by_name(sums), "grad_norm": grad_norm})
         tally.optimizer_s += time.perf_counter() - forwarded
+
+    def _evened(self, share: list[list[Row]]) -> list[list[Row]]:
+        """At least one micro-batch, and where ranks share experts as many as any rank has; those that are added are empty."""
+        count = max(1, len(share))
+        if self._spec.ep > 1:
+            count = int(self._group.maximum(torch.tensor(float(count))))
+        return [*share, *([] for _ in range(count - len(share)))]
+
+    def _replayed(self, request: TrainRequest, opened: dict[str, Row]) -> set[str]:
+        """The rows, on whatever rank, whose routes are replayed."""
+        if self._routing is None:
+            return set()
+        ids = list(dict.fromkeys(row.row_id for mini_batch in request.mini_batches for row in mini_batch.rows()))
+        here = [row_id in opened and opened[row_id].routes is not None for row_id in ids]
+        everywhere = self._group.maximum(torch.tensor(here, dtype=torch.float32)).tolist()
+        return {row_id for row_id, replayed in zip(ids, everywhere, strict=True) if replayed}
 
     def _loss(self, count: float, sampler: tuple[int, int] | None, rows: list[Row], packed: Pack, output: torch.Tensor) -> Any:
         """(loss over the global count, no count for Megatron to divide by, this micro-batch's sums)."""
@@ -236,6 +256,8 @@ class Stepper:
         def mean(name: str, count: float = tokens) -> float | None:
             return _finite(sums[name] / count) if count else None
 
+        replayed = None if self._routing is None else len(tally.replayed.intersection(applied))
+
         return TrainReport(
             batch_id=request.batch_id,
             trained_version=request.batch_id + 1,
@@ -252,6 +274,8 @@ class Stepper:
             ratio_max=_finite(sums["ratio"]),
             logprob_gap_max=_finite(sums["gap"]),
             logprob_gap_rows=tally.gap_rows,
+            replayed_rows=replayed,
+            unreplayed_rows=None if replayed is None else len(applied) - replayed,
             read_s=tally.read_s,
             forward_backward_s=tally.forward_backward_s,
             optimizer_s=tally.optimizer_s,

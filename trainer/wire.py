@@ -125,6 +125,9 @@ class TrainReport(_Message):
     ratio_max: float | None
     logprob_gap_max: float | None
     logprob_gap_rows: int
+    replayed_rows: int | None = None
+    """Of `rows`, those whose tokens went where the engine had sent them; None when routing is not replayed."""
+    unreplayed_rows: int | None = None
     read_s: float
     forward_backward_s: float
     optimizer_s: float

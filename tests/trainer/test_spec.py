@@ -19,7 +19,7 @@ def test_a_spec_survives_its_file(tmp_path: Path) -> None:
     spec = TrainerSpec.model_validate({**GOOD, "tp": 2, "dp": 3, "optimizer": {"eps": 1e-6}})
     (tmp_path / "spec.json").write_text(spec.model_dump_json())
     assert TrainerSpec.read(tmp_path / "spec.json") == spec
-    assert spec.world_size == 6 and spec.layout == {"tp": 2, "pp": 1, "cp": 1, "dp": 3}
+    assert spec.world_size == 6 and spec.layout == {"tp": 2, "pp": 1, "cp": 1, "dp": 3, "ep": 1}
 
 
 @pytest.mark.parametrize(
