@@ -53,7 +53,7 @@ def resume(spec: TrainerSpec, group: Group, path: Path) -> tuple[Model, checkpoi
     fault = None
     try:
         checkpoint = checkpoints.read(path)
-        if {"ep": 1, **checkpoint.meta.layout} != spec.layout:  # an old one knows of no ep
+        if checkpoint.meta.layout != spec.layout:
             fault = (
                 409,
                 f"{path} was saved with the layout {_in_words(checkpoint.meta.layout)}, this trainer has {_in_words(spec.layout)}: "
