@@ -20,7 +20,8 @@ ANY_NAME = "*"
 
 @dataclass(frozen=True, slots=True)
 class FieldSpec:
-    """`shape` is numbers and letters (S tokens, R = S − 1 response positions, K spans, Q routed tokens, L layers, E experts a token, … anything); `dtype` may name several, with |."""
+    """`shape` is numbers and letters (S tokens, R = S − 1 response positions, K spans, Q ≤ R routed tokens, L layers, E experts of a
+    token, … anything); `dtype` may name several, with |. What is `optional` is checked where it is there."""
 
     name: str
     hop: str

@@ -10,7 +10,9 @@ from collections.abc import Mapping
 from typing import Any
 
 
-def misfit(model: Mapping[str, Any], tp: int, pp: int, cp: int = 1, dp: int = 1, ep: int = 1, *, routing_replay: bool = False) -> str | None:
+def misfit(
+    model: Mapping[str, Any], tp: int, pp: int, cp: int = 1, dp: int = 1, ep: int = 1, *, routing_replay: bool = False
+) -> str | None:
     """Why this model cannot be split so, in a sentence with the remedy; None when it can.
 
     A number that config.json does not name is not judged: whether the model is supported at all is the ranks' question.

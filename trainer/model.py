@@ -341,7 +341,7 @@ def _unmatched_tensors(bridge: Any, model: torch.nn.Module, model_path: Path) ->
     there = set(SafeTensorIO(str(model_path)).load_hf_weight_names())
     local = bridge._weight_name_mapping_mcore_local_to_global(model).values()
     wanted = {name for parameter in local for name in bridge._weight_name_mapping_mcore_to_hf(parameter)}
-    # A rank has some of the layers and experts only, and a stage may have only layers of one kind; what is wanted somewhere is not too much.
+    # A rank has some of the layers and experts only, and a stage perhaps layers of one kind only: asked is what no rank has a kind of.
     of_all: list[set[str]] = [set() for _ in range(dist.get_world_size())]
     dist.all_gather_object(of_all, {_NUMBERED.sub(r".\1.*.", name) for name in wanted})
     kinds = set().union(*of_all, bridge._DIRECT_MAPPING.values(), {"lm_head.weight"})

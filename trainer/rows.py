@@ -17,7 +17,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 from store import Lease, StoreError, open_store
 from trainer.model import packing, zigzag
-from trainer.moe import Routing, packed_routes
+from trainer.routes import Routing, packed_routes
 from trainer.wire import PlanRow
 
 COLUMNS = ("input_ids", "response_mask", "rollout_log_probs", "version_spans", "temperature")

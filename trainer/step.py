@@ -28,7 +28,7 @@ from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from trainer.group import Group
 from trainer.loss import Sums, Tokens, denominator, loss_sums, units, vocab_entropy
 from trainer.model import Model
-from trainer.moe import Routing
+from trainer.routes import Routing
 from trainer.rows import Pack, Row, Unreadable, open_row, pack
 from trainer.spec import TrainerSpec
 from trainer.wire import PlanRow, TrainReport, TrainRequest

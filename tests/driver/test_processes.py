@@ -18,7 +18,10 @@ def test_the_trainer_is_told_the_configured_layout(tmp_path: Path) -> None:
     mixture = config.trainer.model_copy(update={"ep": 6, "routing_replay": True})
     nothing_before = SimpleNamespace(query=lambda *_: [])
     run: Any = SimpleNamespace(
-        config=config.model_copy(update={"trainer": mixture}), core=SimpleNamespace(db=nothing_before), log_directory=tmp_path, store=SimpleNamespace(location="tmpfs:/nowhere")
+        config=config.model_copy(update={"trainer": mixture}),
+        core=SimpleNamespace(db=nothing_before),
+        log_directory=tmp_path,
+        store=SimpleNamespace(location="tmpfs:/nowhere"),
     )
     (tmp_path / "processes").mkdir()
     argv = Processes(run)._trainer().build(1, 9000)

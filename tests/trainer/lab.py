@@ -24,8 +24,17 @@ os.dup2(2, 1)
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM  # noqa: E402
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM  # noqa: E402
+from transformers import (  # noqa: E402
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter  # noqa: E402
 
 from store import open_store  # noqa: E402
@@ -147,9 +156,7 @@ def reference(model_path: str, spec: dict[str, Any], requests: list[dict[str, An
                 group["lr"] = request["lr"]
             optimizer.step()
         reports.append({"loss": float(loss), "grad_norm": float(norm), "entropy": entropy_sum / count, "tokens": count})
-        arrays |= {
-            f"gradients/{step}/{saved}": part.numpy().copy() for name, p in names.items() for saved, part in as_saved(name, p.grad)
-        }
+        arrays |= {f"gradients/{step}/{saved}": part.numpy().copy() for name, p in names.items() for saved, part in as_saved(name, p.grad)}
     arrays |= {f"weights/{saved}": part.numpy() for name, p in names.items() for saved, part in as_saved(name, p.detach())}
     np.savez(out, allow_pickle=False, **arrays)
     return {"reports": reports}
