@@ -33,7 +33,7 @@ test-all: setup
 	$(BIN)/python -m pytest $(ARGS)
 
 selfcheck: setup
-	$(BIN)/python -m pytest -s tests/trainer/test_layouts.py $(ARGS)
+	$(BIN)/python -m pytest -s tests/trainer/test_layouts.py tests/trainer/test_moe.py $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

@@ -113,6 +113,10 @@ class TrainerConfig(_Section):
     pp: int = Field(1, ge=1, le=64, description="pipeline stages: the layers are split over them")
     cp: int = Field(1, ge=1, le=64, description="context-parallel ranks: each sequence is split over them")
     dp: int = Field(1, ge=1, le=64, description="data-parallel ranks; the trainer has tp x pp x cp x dp ranks in all")
+    ep: int = Field(1, ge=1, le=64, description="the experts of a mixture are split over so many of a stage's tp x cp x dp ranks")
+    routing_replay: bool = Field(
+        False, description="tokens go to the experts their row's `routed_experts` name; rows without it are routed by the live router"
+    )
     learning_rate: float = Field(3e-4, gt=0)
     warmup_batches: int = Field(0, ge=0)
     schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="decay to zero at stop.batches")
@@ -303,7 +307,8 @@ def _check_files(config: RunConfig, base: Path) -> RunConfig:
         raise ConfigError(
             f"rollout.context_length ({config.rollout.context_length}) exceeds the model's max_position_embeddings ({max_positions})"
         )
-    if why := misfit(model, config.trainer.tp, config.trainer.pp):
+    trainer = config.trainer
+    if why := misfit(model, trainer.tp, trainer.pp, trainer.cp, trainer.dp, trainer.ep, routing_replay=trainer.routing_replay):
         raise ConfigError(f"trainer: {why}")
     scorers = {}
     for task_type, scorer in config.reward.scorers.items():

@@ -203,6 +203,8 @@ class Processes:
                 pp=trainer.pp,
                 cp=trainer.cp,
                 dp=trainer.dp,
+                ep=trainer.ep,
+                routing_replay=trainer.routing_replay,
                 seed=config.seed,
                 loss=trainer.loss.spec,
                 optimizer=OptimizerSpec(

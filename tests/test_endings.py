@@ -115,7 +115,7 @@ def test_the_demo_in_another_layout_of_the_trainer_runs_to_its_end_and_its_check
     assert gaps and max(gaps) < 1e-4, "M5: what the engines sampled with is what this layout computes"
     checkpoint = newest(run / "checkpoints")
     assert checkpoint is not None and checkpoint.trained_version == 3
-    assert checkpoint.meta.layout == {"tp": 1, "pp": 1, "cp": 1, "dp": 1} | settings
+    assert checkpoint.meta.layout == {"tp": 1, "pp": 1, "cp": 1, "dp": 1, "ep": 1} | settings
     model, facts = AutoModelForCausalLM.from_pretrained(checkpoint.hf_path, output_loading_info=True)
     assert not any(facts.values()), facts
     assert model.get_input_embeddings().weight.shape == (259, 128)

@@ -7,6 +7,7 @@ wanted of each row is a list of its response positions; what comes back for them
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any, Protocol
@@ -40,6 +41,11 @@ class Part(Protocol):
     @property
     def wanted(self) -> WantedPositions: ...
 
+    @property
+    def replays(self) -> bool:
+        """Whether tokens go to the experts that the engine sent them to: only the policy's weights are those that sampled."""
+        ...
+
 
 def trained(row: Row) -> np.ndarray:
     return row.trained
@@ -68,7 +74,7 @@ class Forward:
         forward_only: bool = False,
     ) -> list[Any]:
         """This rank's micro-batches; on the last stage, what `then(rows, pack, output)` made of each. Without rows, an empty one is run."""
-        share = share or [[]]
+        share = self._evened(share if model.replays else [[replace(row, routes=None) for row in micro_batch] for micro_batch in share])
         packs = [
             pack(rows, list(map(wanted, rows)), columns, cp_size=self._spec.cp, cp_rank=self._group.cp_rank, tp_size=self._spec.tp)
             for rows in share
@@ -93,6 +99,13 @@ class Forward:
                 collect_non_loss_data=forward_only,
             )
         )
+
+    def _evened(self, share: MicroBatches) -> MicroBatches:
+        """At least one micro-batch, and where ranks share experts as many as any rank has; those that are added are empty."""
+        count = max(1, len(share))
+        if self._spec.ep > 1:
+            count = int(self._group.maximum(torch.tensor(float(count))))
+        return [*share, *([] for _ in range(count - len(share)))]
 
     def collect(
         self, model: Part, share: MicroBatches, make: Callable[[Pack, torch.Tensor], torch.Tensor], wanted: Wanted = trained

@@ -54,7 +54,12 @@ class Group:
             dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.size, timeout=timeout)
         self._control = dist.new_group(backend="gloo", timeout=timedelta(seconds=spec.control_timeout_s))
         parallel_state.initialize_model_parallel(
-            spec.tp, spec.pp, context_parallel_size=spec.cp, distributed_timeout_minutes=max(1, int(spec.work_timeout_s // 60))
+            spec.tp,
+            spec.pp,
+            context_parallel_size=spec.cp,
+            expert_model_parallel_size=spec.ep,
+            expert_tensor_parallel_size=1,  # an expert is whole on its rank
+            distributed_timeout_minutes=max(1, int(spec.work_timeout_s // 60)),
         )
         torch.manual_seed(spec.seed)
         model_parallel_cuda_manual_seed(spec.seed)

@@ -34,15 +34,16 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules, get_transformer_layer_offset
 from transformers import AutoConfig
 
+from trainer import moe
 from trainer.group import Group
-from trainer.layout import misfit
+from trainer.layout import expert_count, misfit, sparse_layers
 from trainer.spec import TrainerSpec
 from trainer.wanted import Wanted
 
-SUPPORTED = ("llama", "qwen2", "qwen3")
+SUPPORTED = ("llama", "qwen2", "qwen3", "qwen3_moe")
 """Model types whose bridge and layer specification are tested."""
 
 _ON_CPU = {
@@ -57,7 +58,13 @@ _ON_CPU = {
 
 
 VALUE_HEAD = "value_head.weight"
-_LAYER = re.compile(r"\.layers\.\d+\.")
+_NUMBERED = re.compile(r"\.(layers|experts)\.\d+\.")
+_DENSE_IN_SPARSE = {
+    "mlp.linear_fc1.weight": [f"model.layers.{{layer_number}}.mlp.{name}_proj.weight" for name in ("gate", "up")],
+    "mlp.linear_fc1.layer_norm_weight": ["model.layers.{layer_number}.post_attention_layernorm.weight"],
+    "mlp.linear_fc2.weight": ["model.layers.{layer_number}.mlp.down_proj.weight"],
+}
+"""The names of a dense layer, which mbridge lacks for models that have experts in others."""
 
 
 class RMSNorm(torch.nn.Module):
@@ -181,8 +188,8 @@ def runs(lengths: list[int]) -> list[tuple[int, int]]:
     return found
 
 
-def layer_spec(config: Any) -> ModuleSpec:
-    """One dense decoder layer; the norms sit inside the linears that follow them."""
+def layer_spec(config: Any, sparse: bool = False) -> ModuleSpec:
+    """One decoder layer, dense or with experts; the norms sit inside the linears that follow them, but for the one before experts."""
     qk_norm = RMSNorm if config.qk_layernorm else IdentityOp
     attention = SelfAttentionSubmodules(
         linear_qkv=NormColumnParallelLinear,
@@ -193,11 +200,12 @@ def layer_spec(config: Any) -> ModuleSpec:
     )
     mlp = MLPSubmodules(linear_fc1=NormColumnParallelLinear, linear_fc2=RowParallelLinear)
     return ModuleSpec(
-        module=TransformerLayer,
+        module=moe.MoETransformerLayer if sparse else TransformerLayer,
         submodules=TransformerLayerSubmodules(
             self_attention=ModuleSpec(module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention),
             self_attn_bda=get_bias_dropout_add,
-            mlp=ModuleSpec(module=MLP, submodules=mlp),
+            pre_mlp_layernorm=RMSNorm if sparse else IdentityOp,
+            mlp=moe.mlp_spec() if sparse else ModuleSpec(module=MLP, submodules=mlp),
             mlp_bda=get_bias_dropout_add,
         ),
     )
@@ -214,9 +222,12 @@ def bridge_class(model_type: str, value_head: bool = False) -> type:
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             # Upstream writes the tied mapping into a dict of the class, where a later untied model would find it.
             self._DIRECT_MAPPING = dict(upstream._DIRECT_MAPPING)
+            self._MLP_MAPPING = upstream._MLP_MAPPING | (_DENSE_IN_SPARSE if "mlp.router.weight" in upstream._MLP_MAPPING else {})
             super().__init__(*args, **kwargs)
 
         def _build_base_config(self, text_config_key: str | None = None, **kwargs: Any) -> Any:
+            if "moe_router_pre_softmax" in kwargs:  # softmax over the chosen experts is the same as over all, normalised
+                kwargs["moe_router_pre_softmax"] = not self.hf_config.norm_topk_prob
             return super()._build_base_config(text_config_key, **{**kwargs, **_ON_CPU})
 
         def _adjust_mapping_for_shared_weights(self) -> None:
@@ -226,8 +237,10 @@ def bridge_class(model_type: str, value_head: bool = False) -> type:
                 self._DIRECT_MAPPING["output_layer.weight"] = "model.embed_tokens.weight"
 
         def _get_transformer_layer_spec(self, vp_stage: int | None = None) -> TransformerBlockSubmodules:
-            layers = get_num_layers_to_build(self.config, vp_stage=vp_stage)
-            return TransformerBlockSubmodules(layer_specs=[layer_spec(self.config)] * layers, layer_norm=RMSNorm)
+            first = get_transformer_layer_offset(self.config, vp_stage=vp_stage)
+            here = slice(first, first + get_num_layers_to_build(self.config, vp_stage=vp_stage))
+            specs = [layer_spec(self.config, sparse) for sparse in sparse_layers(self.hf_config.to_dict())[here]]
+            return TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
 
         def _get_gptmodel_args(self) -> dict[str, Any]:
             return {
@@ -268,6 +281,8 @@ def read_config(model_path: Path) -> Any:
         raise ValueError(f"hidden_act {config.hidden_act!r} is not supported: the trainer computes silu only")
     if any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or []):
         raise ValueError("sliding-window attention is not supported: every layer must have full attention")
+    if expert_count(config.to_dict()) and config.norm_topk_prob and config.num_experts_per_tok == 1:
+        raise ValueError("one expert a token with norm_topk_prob is not supported: its weight is always 1, and the router learns nothing")
     return config
 
 
@@ -277,6 +292,7 @@ class Frozen:
 
     chunk: Any
     wanted: Wanted
+    replays: bool = False
 
 
 @dataclass
@@ -290,6 +306,7 @@ class Model:
     chunk: Any
     wanted: Wanted
     optimizer: Any
+    replays: bool = True
     reference: Frozen | None = None
     """loaded only when the loss has a KL penalty"""
     critic: Model | None = None
@@ -329,7 +346,7 @@ def build(spec: TrainerSpec, group: Group, model_path: Path, *, value_head: bool
         ),
         [chunk],
     )
-    return Model(read_companions(model_path), hf_config, bridge, chunk, Wanted(module), optimizer)
+    return Model(read_companions(model_path), hf_config, bridge, chunk, Wanted(module), optimizer, replays=not value_head)
 
 
 def load_module(spec: TrainerSpec, group: Group, model_path: Path, *, value_head: bool = False) -> tuple[Any, Any, torch.nn.Module]:
@@ -340,7 +357,7 @@ def load_module(spec: TrainerSpec, group: Group, model_path: Path, *, value_head
     fault = None
     try:
         hf_config = read_config(model_path)
-        if why := misfit(hf_config.to_dict(), spec.tp, spec.pp):
+        if why := misfit(hf_config.to_dict(), **spec.layout, routing_replay=spec.routing_replay):
             raise ValueError(why)
     except ValueError as error:
         fault = (400, str(error))
@@ -348,6 +365,8 @@ def load_module(spec: TrainerSpec, group: Group, model_path: Path, *, value_head
     bridge = bridge_class(hf_config.model_type, value_head)(hf_config, dtype=torch.float32, make_vocab_size_divisible_by=spec.tp)
     config = bridge.config
     config.calculate_per_token_loss = True
+    if config.num_moe_experts:
+        config.sequence_parallel = spec.tp > 1  # Megatron's experts demand it
     config.finalize_model_grads_func = finalize_model_grads
     RotaryEmbedding.forward.cache_clear()  # it holds every earlier model alive
     first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
@@ -371,18 +390,20 @@ def load_module(spec: TrainerSpec, group: Group, model_path: Path, *, value_head
 
 
 def _unmatched_tensors(bridge: Any, model: torch.nn.Module, model_path: Path) -> str | None:
-    """Which tensors this rank would look for in vain, or would leave out (a bias that no parameter takes), if any.
+    """Which tensors this rank would look for in vain, or would leave out (a bias that no parameter takes), if any. All ranks together.
 
     Found here, because inside the load it would leave other ranks waiting, or be silent.
     """
     there = set(SafeTensorIO(str(model_path)).load_hf_weight_names())
     local = bridge._weight_name_mapping_mcore_local_to_global(model).values()
     wanted = {name for parameter in local for name in bridge._weight_name_mapping_mcore_to_hf(parameter)}
+    # A rank has some of the layers and experts only, and a stage perhaps layers of one kind only: asked is what no rank has a kind of.
+    of_all: list[set[str]] = [set() for _ in range(dist.get_world_size())]
+    dist.all_gather_object(of_all, {_NUMBERED.sub(r".\1.*.", name) for name in wanted})
+    kinds = set().union(*of_all, bridge._DIRECT_MAPPING.values(), {"lm_head.weight"})
     if missing := sorted(wanted - there):
         return f"it lacks {', '.join(missing[:5])}"
-    # A pipeline stage has some of the layers only, but their kinds of tensors are those of all.
-    kinds = {_LAYER.sub(".layers.*.", name) for name in wanted} | set(bridge._DIRECT_MAPPING.values()) | {"lm_head.weight"}
-    surplus = sorted(name for name in there if _LAYER.sub(".layers.*.", name) not in kinds and not name.endswith("inv_freq"))
+    surplus = sorted(name for name in there if _NUMBERED.sub(r".\1.*.", name) not in kinds and not name.endswith("inv_freq"))
     return f"nothing takes {', '.join(surplus[:5])}" if surplus else None
 
 
@@ -390,14 +411,16 @@ def has_value_head(model_path: Path) -> bool:
     return VALUE_HEAD in SafeTensorIO(str(model_path)).load_hf_weight_names()
 
 
-def packing(padded_lengths: list[int]) -> PackedSeqParams:
+def packing(padded_lengths: list[int], routes: torch.Tensor | None = None) -> PackedSeqParams:
     """Positions restart in every sequence. `padded_lengths` are whole, not the context-parallel shares."""
     ends = torch.tensor([0, *padded_lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     # Rounded up, so that the table of angles is one of few and cached; never the pack's own length, which would mean running positions.
     longest = -(-max(padded_lengths) // 64) * 64
     if longest == sum(padded_lengths):
         longest += 64
-    return PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=longest, max_seqlen_kv=longest)
+    return moe.RoutedPacking(
+        qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=longest, max_seqlen_kv=longest, routes=routes
+    )
 
 
 def read_companions(model_path: Path) -> dict[str, bytes]:

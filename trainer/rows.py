@@ -17,6 +17,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 from store import Lease, StoreError, open_store
 from trainer.model import packing, zigzag
+from trainer.routes import Routing, packed_routes
 from trainer.wire import PlanRow
 
 COLUMNS = ("input_ids", "response_mask", "rollout_log_probs", "version_spans", "temperature")
@@ -46,6 +47,8 @@ class Row:
     advantage: float
     score: float = 0.0
     sequence: str = ""
+    routes: np.ndarray | None = None
+    """[at most R, layers, k] where the last of the first R tokens went, if that is to be replayed"""
 
     @property
     def size(self) -> int:
@@ -56,11 +59,13 @@ class Row:
         return sampler is not None and len(self.spans) > 0 and bool((self.spans[:, :2] == sampler).all())
 
 
-def open_row(planned: PlanRow, vocab_size: int) -> Row:
-    """Raises Unreadable."""
+def open_row(planned: PlanRow, vocab_size: int, routing: Routing | None = None) -> Row:
+    """`routing` is given when routes are to be replayed. Raises Unreadable."""
     try:
         ref = planned.rollout.ref()
-        lease = open_store(ref.location).open(ref, COLUMNS)
+        lease = open_store(ref.location).open(ref)
+        if missing := [name for name in COLUMNS if name not in lease]:
+            raise ValueError(f"the object lacks {', '.join(missing)}")
     except StoreError as error:
         raise Unreadable(410, f"row {planned.row_id}: {error}") from error
     except ValueError as error:
@@ -78,6 +83,11 @@ def open_row(planned: PlanRow, vocab_size: int) -> Row:
         fault = f"has version spans of shape {spans.shape}, not [K, 4]"
     elif not (np.isfinite(temperature) and temperature > 0.0):
         fault = f"has temperature {temperature}; log-probs are defined above 0 only"
+    # A retracted request is computed again from its prompt, under the weights of that moment: only one version's routes are the sampler's.
+    pure = len({tuple(span) for span in spans[:, :2].tolist()}) == 1 if spans.ndim == 2 else False
+    routes = lease["routed_experts"] if routing is not None and pure and "routed_experts" in lease else None
+    if routing is not None and routes is not None and not fault:
+        fault = routing.fault(routes, len(mask))
     if fault:
         raise Unreadable(422, f"row {planned.row_id} {fault}")
     trained = np.flatnonzero(mask)
@@ -93,6 +103,7 @@ def open_row(planned: PlanRow, vocab_size: int) -> Row:
         planned.advantage,
         planned.score,
         planned.sequence or planned.row_id,
+        routes,
     )
 
 
@@ -136,6 +147,7 @@ def pack(
     own = {name: _Parts(np.float32) for name in columns}
     row: list[int] = []
     padded_lengths: list[int] = []
+    held: list[np.ndarray] = []
     start = 0
     for index in order:
         ids = rows[index].input_ids
@@ -154,14 +166,16 @@ def pack(
         row += [index] * len(here)
         tokens.add(np.pad(ids, (0, padded - len(ids)))[mine])
         padded_lengths.append(padded)
+        held.append(mine)
         start += len(mine)
     if not rows:
         tokens.add(np.zeros(unit // cp_size))
         padded_lengths.append(unit)
+    routes = packed_routes([rows[i].routes for i in order], [len(rows[i].input_ids) for i in order], held)
     temperatures = np.array([r.temperature for r in rows], dtype=np.float32)
     return Pack(
         tokens=tokens.joined()[None],
-        packing=packing(padded_lengths),
+        packing=packing(padded_lengths, routes),
         at=at.joined(),
         target=target.joined(),
         temperature=torch.from_numpy(temperatures[row]),

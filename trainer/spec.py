@@ -7,6 +7,7 @@ from typing import Literal
 
 from pydantic import Field, ValidationError, model_validator
 
+from trainer.layout import uneven_experts
 from trainer.loss_spec import CriticSpec, LossSpec, Strict, check_critic
 from trainer.wire import problems_in_words
 
@@ -35,6 +36,10 @@ class TrainerSpec(Strict):
     pp: int = Field(1, ge=1)
     cp: int = Field(1, ge=1)
     dp: int = Field(1, ge=1)
+    ep: int = Field(1, ge=1)
+    """Over how many of a stage's tp·cp·dp ranks the experts are split; these are no further ranks."""
+    routing_replay: bool = False
+    """Whether tokens go to the experts that their row's `routed_experts` name."""
     seed: int = 0
     dtype: Literal["float32"] = "float32"
     loss: LossSpec = LossSpec()
@@ -62,13 +67,19 @@ class TrainerSpec(Strict):
         check_critic(self.loss, self.critic)
         return self
 
+    @model_validator(mode="after")
+    def _experts_over_whole_ranks(self) -> TrainerSpec:
+        if why := uneven_experts(self.tp, self.cp, self.dp, self.ep):
+            raise ValueError(why)
+        return self
+
     @property
     def world_size(self) -> int:
         return self.tp * self.pp * self.cp * self.dp
 
     @property
     def layout(self) -> dict[str, int]:
-        return {"tp": self.tp, "pp": self.pp, "cp": self.cp, "dp": self.dp}
+        return {"tp": self.tp, "pp": self.pp, "cp": self.cp, "dp": self.dp, "ep": self.ep}
 
     @classmethod
     def read(cls, path: Path) -> TrainerSpec:

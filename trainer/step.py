@@ -26,6 +26,7 @@ from trainer.group import Group
 from trainer.loss import Policy, Sums, Tokens, ValueTokens, denominator, loss_sums, units, value_sums
 from trainer.model import Model
 from trainer.prepare import Prepared, columns, prepare, values
+from trainer.routes import Routing
 from trainer.rows import Pack, Row, Unreadable, open_row
 from trainer.spec import TrainerSpec
 from trainer.wire import PlanRow, TrainReport, TrainRequest
@@ -47,6 +48,7 @@ class Tally:
     applied: list[str] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
     """row_id -> why"""
+    replayed: set[str] = field(default_factory=set)
     read_s: float = 0.0
     prepare_s: float = 0.0
     forward_backward_s: float = 0.0
@@ -74,6 +76,7 @@ class Stepper:
         self._spec, self._group, self._model, self._policy, self._advanced = spec, group, model, policy, advanced
         self._forward = Forward(spec, group, model.hf_config.vocab_size, advanced)
         self._columns = columns(spec)
+        self._routing = Routing.of(model.hf_config) if spec.routing_replay else None
 
     def train(self, request: TrainRequest) -> TrainReport:
         """Raises Refused, before anything has changed, when a row cannot be read or the plan does not fit the layout."""
@@ -84,6 +87,7 @@ class Stepper:
         opened = self._open([row for share in shares for micro_batch in share for row in micro_batch])
         opening = time.perf_counter()
         tally.read_s = opening - started
+        tally.replayed = self._replayed(request, opened)
         planned = [[[opened[row.row_id] for row in micro_batch] for micro_batch in share] for share in shares]
         prepared = prepare(self._spec, self._group, self._forward, self._model, opened, planned, request)
         tally.prepare_s = time.perf_counter() - opening
@@ -126,7 +130,7 @@ class Stepper:
         try:
             for row in planned:
                 if row.row_id not in opened:
-                    opened[row.row_id] = open_row(row, self._model.hf_config.vocab_size)
+                    opened[row.row_id] = open_row(row, self._model.hf_config.vocab_size, self._routing)
         except Unreadable as error:
             fault = (error.status, str(error))
         self._group.agree(fault)
@@ -198,6 +202,15 @@ class Stepper:
             value = self._group.sum(value)
         return sums, value
 
+    def _replayed(self, request: TrainRequest, opened: dict[str, Row]) -> set[str]:
+        """The rows, on whatever rank, whose routes are replayed."""
+        if self._routing is None:
+            return set()
+        ids = list(dict.fromkeys(row.row_id for mini_batch in request.mini_batches for row in mini_batch.rows()))
+        here = [row_id in opened and opened[row_id].routes is not None for row_id in ids]
+        everywhere = self._group.maximum(torch.tensor(here, dtype=torch.float32)).tolist()
+        return {row_id for row_id, replayed in zip(ids, everywhere, strict=True) if replayed}
+
     def _loss(self, count: Count, sampler: tuple[int, int] | None, rows: list[Row], packed: Pack, output: torch.Tensor) -> Any:
         """(loss over the global count, no count for Megatron to divide by, this micro-batch's sums)."""
         log_probs, entropy = self._forward.log_probs_and_entropy(packed, output)
@@ -237,6 +250,8 @@ class Stepper:
         def mean(name: str, count: float = tokens) -> float | None:
             return _finite(sums[name] / count) if count else None
 
+        replayed = None if self._routing is None else len(tally.replayed.intersection(applied))
+
         return TrainReport(
             batch_id=request.batch_id,
             trained_version=request.batch_id + 1,
@@ -258,6 +273,8 @@ class Stepper:
             value_loss=_finite(float(tally.value[0]) / tally.value_tokens) if self._spec.critic and tally.value_tokens else None,
             value_clip_fraction=float(tally.value[1]) / tally.value_tokens if self._spec.critic and tally.value_tokens else None,
             critic_grad_norm=tally.critic_grad_norm,
+            replayed_rows=replayed,
+            unreplayed_rows=None if replayed is None else len(applied) - replayed,
             read_s=tally.read_s,
             prepare_s=tally.prepare_s,
             forward_backward_s=tally.forward_backward_s,

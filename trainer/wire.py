@@ -144,6 +144,9 @@ class TrainReport(_Message):
     explained_variance: float | None = None
     """1 - E (return - value)^2 / Var(return), of the values before the batch; None without a critic."""
     critic_grad_norm: float | None = None
+    replayed_rows: int | None = None
+    """Of `rows`, those whose tokens went where the engine had sent them; None when routing is not replayed."""
+    unreplayed_rows: int | None = None
     read_s: float
     prepare_s: float = 0.0
     """What was recomputed before the first step: old log-probs, reference, values."""

@@ -44,6 +44,8 @@ def write(tmp_path: Path, **sections: object) -> Path:
         ({"trainer": {"schedule": "linear"}}, ["stop.batches"]),
         ({"trainer": {"tp": 4}}, ["trainer: ", "num_attention_heads (2)", "tp (4)", "choose a tp"]),
         ({"trainer": {"pp": 3}}, ["trainer: ", "num_hidden_layers (2)", "pp (3)", "choose a pp"]),
+        ({"trainer": {"dp": 2, "ep": 2}}, ["trainer: ", "ep (2) splits experts", "has none", "leave ep at 1"]),
+        ({"trainer": {"routing_replay": True}}, ["trainer: ", "routing_replay", "leave it off"]),
         ({"model": {"path": "nowhere"}}, ["nowhere does not exist", "nothing is downloaded"]),
         ({"data": "nothing.jsonl"}, ["there is no file", "nothing.jsonl"]),
         ({"service": {"host": "0.0.0.0"}}, ["service.token"]),

@@ -14,6 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,18 @@ os.dup2(2, 1)
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM  # noqa: E402
+from transformers import (  # noqa: E402
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter  # noqa: E402
 
 from store import open_store  # noqa: E402
 from trainer import cpu, export, main, rank  # noqa: E402  (installs the CPU shim before megatron comes in)
@@ -59,6 +71,8 @@ def make_models(directory: str) -> dict[str, str]:
 
     odd = shape | {"vocab_size": 97, "num_key_value_heads": 1}
 
+    experts: dict[str, Any] = shape | {"moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2, "head_dim": 16}
+
     def rope(theta: float) -> Any:
         return {"rope_type": "default", "rope_theta": theta}
 
@@ -70,6 +84,9 @@ def make_models(directory: str) -> dict[str, str]:
         "llama_tied": (LlamaForCausalLM, LlamaConfig(**shape, tie_word_embeddings=True, rope_parameters=rope(500.0))),
         "demo": (Qwen3ForCausalLM, Qwen3Config(**demo, tie_word_embeddings=True, rope_parameters=rope(10000.0))),
         "qwen3_odd": (Qwen3ForCausalLM, Qwen3Config(**odd, head_dim=16, tie_word_embeddings=True, rope_parameters=rope(10000.0))),
+        "qwen3_moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig(**experts, norm_topk_prob=True, rope_parameters=rope(10000.0))),
+        # The first layer is dense, and the experts' weights do not sum to 1.
+        "qwen3_moe_mixed": (Qwen3MoeForCausalLM, Qwen3MoeConfig(**experts, decoder_sparse_step=2, rope_parameters=rope(10000.0))),
     }
     paths = {}
     for number, (name, (kind, config)) in enumerate(kinds.items()):
@@ -89,6 +106,9 @@ def reference(model_path: str, spec: dict[str, Any], requests: list[dict[str, An
     """The same steps in plain torch. Saves log-probs before the first step, and gradients and weights after the last."""
     torch.set_num_threads(1)
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32, attn_implementation="eager").train()
+    if hasattr(model.config, "num_experts"):
+        model.set_experts_implementation("eager")
+    forced = force_routes(model)
     loss_spec, opt = spec["loss"], spec["optimizer"]
     names = dict(model.named_parameters())
     groups = [
@@ -100,6 +120,11 @@ def reference(model_path: str, spec: dict[str, Any], requests: list[dict[str, An
     def row_log_probs(row: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         lease = open_store(row["rollout"]["location"]).open(PlanRow(**row).rollout.ref())
         ids = torch.tensor(lease["input_ids"].astype(np.int64))[None]
+        forced.clear()
+        if spec["routing_replay"] and "routed_experts" in lease and len(np.unique(lease["version_spans"][:, :2], axis=0)) == 1:
+            routes = torch.tensor(lease["routed_experts"].astype(np.int64))
+            first = ids.shape[1] - 1 - len(routes)
+            forced.update({layer: (first, routes[:, layer]) for layer in range(routes.shape[1])})
         logits = model(ids, use_cache=False).logits[0, :-1] / float(lease["temperature"])
         every = logits.log_softmax(-1)
         return every.gather(1, ids[0, 1:, None])[:, 0], -(every.exp() * every).sum(-1)
@@ -131,10 +156,39 @@ def reference(model_path: str, spec: dict[str, Any], requests: list[dict[str, An
                 group["lr"] = request["lr"]
             optimizer.step()
         reports.append({"loss": float(loss), "grad_norm": float(norm), "entropy": entropy_sum / count, "tokens": count})
-        arrays |= {f"gradients/{step}/{name}": p.grad.numpy().copy() for name, p in names.items()}
-    arrays |= {f"weights/{name}": p.detach().numpy() for name, p in names.items()}
+        arrays |= {f"gradients/{step}/{saved}": part.numpy().copy() for name, p in names.items() for saved, part in as_saved(name, p.grad)}
+    arrays |= {f"weights/{saved}": part.numpy() for name, p in names.items() for saved, part in as_saved(name, p.detach())}
     np.savez(out, allow_pickle=False, **arrays)
     return {"reports": reports}
+
+
+def force_routes(model: Any) -> dict[int, tuple[int, torch.Tensor]]:
+    """The experts of each layer's tokens from a first position on, [tokens, k], for a row to come: the result is to be filled with them."""
+    forced: dict[int, tuple[int, torch.Tensor]] = {}
+
+    def choose(layer: int, router: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        logits = hidden.reshape(-1, hidden.shape[-1]) @ router.weight.T
+        chosen = logits.detach().topk(router.top_k, dim=-1).indices
+        if layer in forced:
+            first, experts = forced[layer]
+            chosen[first : first + len(experts)] = experts
+        weights = logits.softmax(-1).gather(1, chosen)
+        return logits, weights / weights.sum(-1, keepdim=True) if router.norm_topk_prob else weights, chosen
+
+    for layer, block in enumerate(model.model.layers):
+        if isinstance(router := getattr(block.mlp, "gate", None), Qwen3MoeTopKRouter):
+            router.forward = partial(choose, layer, router)  # type: ignore[method-assign]
+    return forced
+
+
+def as_saved(name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    """In memory transformers has all of a layer's experts in two tensors; in a checkpoint they are one by one."""
+    if name.endswith("experts.gate_up_proj"):
+        stem, halves = name.removesuffix("gate_up_proj"), [expert.chunk(2) for expert in tensor]
+        return [(f"{stem}{i}.{half}_proj.weight", part) for i, parts in enumerate(halves) for half, part in zip(("gate", "up"), parts)]  # noqa: B905
+    if name.endswith("experts.down_proj"):
+        return [(f"{name.removesuffix('down_proj')}{i}.down_proj.weight", expert) for i, expert in enumerate(tensor)]
+    return [(name, tensor)]
 
 
 def row_gain(loss: dict[str, Any], log_ratio: torch.Tensor, log_probs: torch.Tensor, advantage: float) -> torch.Tensor:

@@ -15,11 +15,16 @@ from trainer.spec import TrainerSpec
 GOOD: dict[str, Any] = {"run_id": "r", "run_dir": "/tmp/r", "store_location": "tmpfs:/dev/shm/x", "model_path": "/m", "port": 9000}
 
 
+def test_experts_over_ranks_that_do_not_divide_are_refused() -> None:
+    with pytest.raises(ValidationError, match=r"ep \(2\) does not divide tp x cp x dp \(3\)"):
+        TrainerSpec.model_validate({**GOOD, "dp": 3, "ep": 2})
+
+
 def test_a_spec_survives_its_file(tmp_path: Path) -> None:
     spec = TrainerSpec.model_validate({**GOOD, "tp": 2, "dp": 3, "optimizer": {"eps": 1e-6}})
     (tmp_path / "spec.json").write_text(spec.model_dump_json())
     assert TrainerSpec.read(tmp_path / "spec.json") == spec
-    assert spec.world_size == 6 and spec.layout == {"tp": 2, "pp": 1, "cp": 1, "dp": 3}
+    assert spec.world_size == 6 and spec.layout == {"tp": 2, "pp": 1, "cp": 1, "dp": 3, "ep": 1}
 
 
 @pytest.mark.parametrize(
