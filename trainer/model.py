@@ -236,6 +236,16 @@ def bridge_class(model_type: str, value_head: bool = False) -> type:
             elif self.hf_config.tie_word_embeddings:
                 self._DIRECT_MAPPING["output_layer.weight"] = "model.embed_tokens.weight"
 
+        def _weight_to_hf_format(self, mcore_weights_name: str, mcore_weights: torch.Tensor) -> Any:
+            if value_head and mcore_weights_name == "output_layer.weight":  # no vocabulary, no padding
+                return [VALUE_HEAD], [mcore_weights]
+            return super()._weight_to_hf_format(mcore_weights_name, mcore_weights)
+
+        def _weight_to_mcore_format(self, mcore_weights_name: str, hf_weights: list[torch.Tensor]) -> Any:
+            if value_head and mcore_weights_name == "output_layer.weight":
+                return hf_weights[0]
+            return super()._weight_to_mcore_format(mcore_weights_name, hf_weights)
+
         def _get_transformer_layer_spec(self, vp_stage: int | None = None) -> TransformerBlockSubmodules:
             first = get_transformer_layer_offset(self.config, vp_stage=vp_stage)
             here = slice(first, first + get_num_layers_to_build(self.config, vp_stage=vp_stage))
