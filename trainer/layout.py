@@ -23,3 +23,12 @@ def misfit(model: Mapping[str, Any], tp: int, pp: int) -> str | None:
     if groups and groups % tp and tp % groups:
         return f"the model's num_key_value_heads ({groups}) is neither a multiple nor a divisor of tp ({tp}): choose another tp"
     return None
+
+
+def misplaced(tp: int, sequence_parallel: bool, distributed_optimizer: bool, optimizer: str) -> str | None:
+    """Which switch has nothing to switch, in a sentence with the remedy."""
+    if sequence_parallel and tp == 1:
+        return "sequence_parallel splits over the tensor-parallel ranks, and tp is 1: raise tp, or leave sequence_parallel out"
+    if distributed_optimizer and optimizer != "adam":
+        return f"distributed_optimizer works with adam only, not with {optimizer}: change one of them"
+    return None

@@ -32,6 +32,7 @@ from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubm
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
@@ -54,6 +55,11 @@ _ON_CPU = {
     "apply_rope_fusion": False,
 }
 
+_RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
 
 _LAYER = re.compile(r"\.layers\.\d+\.")
 
@@ -285,7 +291,9 @@ def build(spec: TrainerSpec, group: Group, model_path: Path) -> Model:
     except ValueError as error:
         fault = (400, str(error))
     group.agree(fault)
-    bridge = bridge_class(hf_config.model_type)(hf_config, dtype=torch.float32, make_vocab_size_divisible_by=spec.tp)
+    dtype = torch.bfloat16 if spec.dtype == "bfloat16" else torch.float32
+    bridge = bridge_class(hf_config.model_type)(hf_config, dtype=dtype, make_vocab_size_divisible_by=spec.tp)
+    bridge.set_extra_args(sequence_parallel=spec.sequence_parallel, **_RECOMPUTE[spec.recompute])
     config = bridge.config
     config.calculate_per_token_loss = True
     config.finalize_model_grads_func = finalize_model_grads
@@ -298,18 +306,28 @@ def build(spec: TrainerSpec, group: Group, model_path: Path) -> Model:
     group.agree((400, f"{model_path} is not what its config.json says: {unmatched}") if unmatched else None)
     with torch.no_grad():
         bridge.load_weights([model], str(model_path))
-    ddp = DistributedDataParallelConfig(overlap_grad_reduce=False, average_in_collective=False, grad_reduce_in_fp32=True)
+    ddp = DistributedDataParallelConfig(
+        overlap_grad_reduce=False,
+        average_in_collective=False,
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=spec.distributed_optimizer,
+    )
+    if dtype is torch.bfloat16:
+        model = Float16Module(config, model)
     chunk = DistributedDataParallel(config=config, ddp_config=ddp, module=model)
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
-            optimizer="adam",
+            optimizer=spec.optimizer.kind,
             lr=0.0,
+            sgd_momentum=spec.optimizer.momentum,
             weight_decay=spec.optimizer.weight_decay,
             adam_beta1=spec.optimizer.betas[0],
             adam_beta2=spec.optimizer.betas[1],
             adam_eps=spec.optimizer.eps,
             clip_grad=spec.optimizer.grad_clip,
-            params_dtype=torch.float32,
+            params_dtype=dtype,
+            bf16=dtype is torch.bfloat16,
+            use_distributed_optimizer=spec.distributed_optimizer,
         ),
         [chunk],
     )

@@ -28,6 +28,7 @@ from trainer import cpu
 cpu.install()
 
 from trainer import saving  # noqa: E402
+from trainer.checkpoints import POLICY  # noqa: E402
 from trainer.export import write_buckets  # noqa: E402
 from trainer.group import Group, Refused  # noqa: E402
 from trainer.model import Model, build  # noqa: E402
@@ -126,7 +127,8 @@ class Rank:
     def save(self, request: SaveRequest) -> Saved:
         version = self._desk.trained_version
         directory = Path(request.directory)
-        path = saving.save(self._spec, self._group, self._loaded(), directory, version, self._epoch, request.keep_last)
+        models = {POLICY: self._loaded()}
+        path = saving.save(self._spec, self._group, models, directory, version, self._epoch, request.keep_last)
         return Saved(path=str(path), trained_version=version)
 
     def stop(self, request: StopRequest) -> Stopped:

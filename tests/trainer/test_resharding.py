@@ -1,0 +1,72 @@
+"""A checkpoint of any layout continues in any other: what was held is there bit for bit, and the next step is the one it would have been.
+
+A layout is written as its digits: tensor, pipeline, context and data parallel ranks; a `d` after them is the distributed optimizer.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from tests.trainer.steps import ADAM, dealt
+from trainer.client import TrainerRefused
+from trainer.spec import TrainerSpec
+
+MakeSpec = Callable[..., TrainerSpec]
+QUICK = [("2111", "1111"), ("2111", "1211")]
+SLOW = [("2211", "1112"), ("1122", "2111"), ("1211", "2111"), ("1111", "2211"), ("2111", "2111"), ("1211", "1211"), ("2112", "2112")]
+
+
+def in_words(layout: str) -> dict[str, Any]:
+    sizes = dict(zip(("tp", "pp", "cp", "dp"), map(int, layout.removesuffix("d")), strict=True))
+    return {**sizes, "distributed_optimizer": layout.endswith("d")}
+
+
+def pairs(quick: list[tuple[str, str]], slow: list[tuple[str, str]]) -> list[Any]:
+    marked = [pytest.param(*pair, marks=pytest.mark.slow, id="-".join(pair)) for pair in slow]
+    return [*(pytest.param(*pair, id="-".join(pair)) for pair in quick), *marked]
+
+
+def held(found: Any, prefix: str) -> dict[str, np.ndarray]:
+    return {name.removeprefix(prefix): array for name, array in found.named(prefix).items()}
+
+
+def assert_bit_equal(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+    assert found.keys() == expected.keys() and found
+    assert all(np.array_equal(array, expected[name]) for name, array in found.items())
+
+
+@pytest.fixture
+def continued(lab: Any, rows: Any, make_spec: MakeSpec, plan: Any, tmp_path: Path) -> Callable[..., tuple[Any, Any, Any]]:
+    """Two steps in one layout, saved; the third there, and the third after a resume in another."""
+
+    def run(layout: str, other: str, **switches: Any) -> tuple[Any, Any, Any]:
+        drawn = [rows.ragged(70 + i, 8) for i in range(3)]
+        here, there = (make_spec("qwen3_odd", **{"optimizer": ADAM, **in_words(name), **switches}) for name in (layout, other))
+
+        def plans(spec: TrainerSpec) -> list[Any]:
+            return [plan(i, [dealt(some, spec.dp, 3)]) for i, some in enumerate(drawn)]
+
+        saved = lab.layout(here, plans(here)[:2], save=tmp_path)
+        on = lab.layout(here, plans(here))
+        resumed = lab.layout(there, plans(there)[2:], resume=tmp_path / "step_00000002")
+        return saved, on, resumed
+
+    return run
+
+
+@pytest.mark.parametrize(("layout", "other"), pairs(QUICK, SLOW))
+def test_any_layout_resumes_from_any_other_bit_for_bit_and_takes_the_step_that_was_next(continued: Any, layout: str, other: str) -> None:
+    saved, on, resumed = continued(layout, other)
+    assert_bit_equal(held(resumed, "resumed"), held(saved, "saved"))
+    print(f"\n{layout} -> {other}: weights after the next step {resumed.error(on, 'weights'):.1e}")
+    assert resumed.error(on, "weights") < 1e-5
+    if layout == other:
+        assert_bit_equal(held(resumed, "weights"), held(on, "weights"))
