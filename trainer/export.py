@@ -20,9 +20,7 @@ from trainer.model import Model
 from trainer.wire import TensorFacts, WireRef
 
 
-def hf_tensors(
-    model: Model, instead: Callable[[torch.nn.Parameter], torch.Tensor] | None = None
-) -> Iterator[tuple[str, torch.Tensor]]:
+def hf_tensors(model: Model, instead: Callable[[torch.nn.Parameter], torch.Tensor] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
     """Name and contiguous tensor, each name once (a tied embedding is one). All ranks together, to the end.
 
     Of the weights, or of what `instead` gives for each parameter, in its shape. A tensor may share memory with the weights: use it

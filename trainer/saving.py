@@ -92,7 +92,7 @@ def restore(spec: TrainerSpec, group: Group, model: Model, checkpoint: Checkpoin
                     )
                 load_state(model, directory / "optimizer" / slot, slot)
             set_steps(model, steps)
-    except (ValueError, OSError, SafetensorError) as error:
+    except (ValueError, OSError) as error:
         fault = (409, str(error))
     group.agree(fault)
 

@@ -2,7 +2,7 @@
 
 All ranks drain the same tensors in the same order and cut them into the same files; rank r keeps and writes file i when i mod ranks is r. A
 file is written in a thread while the ranks go on with the next one, so the ranks write side by side, and none holds more than one
-file's tensors (and the one tensor at hand). Read through mbridge's SafeTensorIO, as any model is.
+file's tensors, and the one at hand.
 """
 
 from __future__ import annotations
@@ -81,7 +81,9 @@ class _Shards:
     def give_names(self) -> None:
         """Rank 0, when all files are there: how many there are was not known before."""
         files = self._names[:-1]
-        names = ["model.safetensors"] if len(files) == 1 else [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
+        names = (
+            ["model.safetensors"] if len(files) == 1 else [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
+        )
         for number, name in enumerate(names):
             self._path(number).rename(self._directory / name)
         if len(files) > 1:

@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from mbridge.core.safetensor_io import SafeTensorIO
 from mbridge.core.util import unwrap_model
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
+from safetensors import SafetensorError, safe_open
 
 from trainer.export import hf_tensors
 from trainer.model import Model
@@ -87,7 +87,7 @@ def state_tensors(model: Model, slot: str) -> Iterator[tuple[str, torch.Tensor]]
 
 
 def load_state(model: Model, directory: Path, slot: str) -> None:
-    """This rank's parts of one slot, from files of any layout. Raises ValueError, OSError or SafetensorError; no collectives."""
+    """This rank's parts of one slot, from files of any layout. Raises ValueError, in words, or OSError; no collectives."""
     held = held_parameters(model.optimizer)
     for parameter, tensor in _own_parameters(model, directory):
         mine = held[parameter]
@@ -140,14 +140,24 @@ def _own_parameters(model: Model, directory: Path) -> Iterator[tuple[torch.nn.Pa
 
 
 class _Files:
-    """The tensors of a directory by name."""
+    """The tensors of a directory by name. Raises ValueError with the remedy."""
 
     def __init__(self, directory: Path) -> None:
-        self._directory, self._io = directory, SafeTensorIO(str(directory))
+        self._directory = directory
+        self._where: dict[str, Path] = {}
+        for path in sorted(directory.glob("*.safetensors")):
+            with self._opened(path) as file:
+                self._where |= dict.fromkeys(file.keys(), path)
 
     def tensor(self, name: str) -> torch.Tensor:
+        if name not in self._where:
+            raise ValueError(f"{self._directory} lacks {name}: it is damaged, or of another model. Use an older checkpoint")
+        with self._opened(self._where[name]) as file:
+            tensor: torch.Tensor = file.get_tensor(name)
+            return tensor
+
+    def _opened(self, path: Path) -> Any:
         try:
-            tensor: torch.Tensor = self._io.load_one_hf_weight(name)
-        except KeyError as error:
-            raise ValueError(f"{self._directory} lacks {name}: it is damaged, or of another model. Use an older checkpoint") from error
-        return tensor
+            return safe_open(path, framework="pt", device="cpu")
+        except SafetensorError as error:
+            raise ValueError(f"{path} is damaged: {error}. Use an older checkpoint") from error

@@ -6,17 +6,15 @@ A layout is written as its digits: tensor, pipeline, context and data parallel r
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
 from tests.trainer.steps import ADAM, dealt
-from trainer.client import TrainerRefused
 from trainer.spec import TrainerSpec
 
 MakeSpec = Callable[..., TrainerSpec]
@@ -70,3 +68,37 @@ def test_any_layout_resumes_from_any_other_bit_for_bit_and_takes_the_step_that_w
     assert resumed.error(on, "weights") < 1e-5
     if layout == other:
         assert_bit_equal(held(resumed, "weights"), held(on, "weights"))
+
+
+@pytest.mark.parametrize("shard_bytes", [30_000, 1])
+def test_files_of_bounded_size_and_their_index_load_in_transformers_and_resume(
+    lab: Any, rows: Any, make_spec: MakeSpec, plan: Any, tmp_path: Path, shard_bytes: int
+) -> None:
+    """The two ranks write in turn. A tensor larger than the bound has a file of its own."""
+    spec = make_spec("qwen3_odd", dp=2, optimizer=ADAM, shard_bytes=shard_bytes)
+    saved = lab.layout(spec, [plan(0, [dealt(rows.ragged(80, 6), 2, 2)])], save=tmp_path)
+    path = tmp_path / "step_00000001"
+    for directory in (path / "hf", path / "optimizer/exp_avg"):
+        index = json.loads((directory / "model.safetensors.index.json").read_text())
+        files = sorted(directory.glob("*.safetensors"))
+        tensors = {file.name: load_file(file) for file in files}
+        assert len(files) > 2 and [file.name for file in files] == [
+            f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))
+        ]
+        assert index["weight_map"] == {tensor: name for name, there in tensors.items() for tensor in there}
+        sizes = [[array.nbytes for array in there.values()] for there in tensors.values()]
+        assert all(sum(there) <= shard_bytes or len(there) == 1 for there in sizes)
+        assert index["metadata"]["total_size"] == sum(map(sum, sizes))
+    request = plan(0, [dealt(rows.ragged(81, 6), 1, 2)])
+    hf = make_spec("qwen3_odd", model_path=path / "hf")
+    assert lab.layout(hf, [request]).distance(lab.reference(hf, [request]), "log_probs") < 5e-6
+    assert_bit_equal(held(lab.layout(make_spec("qwen3_odd", optimizer=ADAM), [], resume=path), "resumed"), held(saved, "saved"))
+
+
+SPREAD_QUICK = [("1112d", "2111")]
+SPREAD_SLOW = [("2111", "1122d"), ("1112d", "1112d"), ("1122d", "1112"), ("2212d", "2212d")]
+
+
+@pytest.mark.parametrize(("layout", "other"), pairs(SPREAD_QUICK, SPREAD_SLOW))
+def test_state_that_is_spread_over_data_parallel_ranks_is_saved_whole_and_spread_anew(continued: Any, layout: str, other: str) -> None:
+    test_any_layout_resumes_from_any_other_bit_for_bit_and_takes_the_step_that_was_next(continued, layout, other)
