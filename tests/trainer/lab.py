@@ -86,21 +86,27 @@ def make_models(directory: str) -> dict[str, str]:
 
 
 def reference(model_path: str, spec: dict[str, Any], requests: list[dict[str, Any]], out: str) -> dict[str, Any]:
-    """The same steps in plain torch. Saves log-probs before the first step, and gradients and weights after the last."""
+    """The same steps in plain torch. Saves log-probs before the first step, and gradients and weights after the last.
+
+    In bf16 it keeps no fp32 weights: its first gradients say what that dtype's rounding does, its later ones nothing.
+    """
     torch.set_num_threads(1)
-    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32, attn_implementation="eager").train()
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=getattr(torch, spec["dtype"]), attn_implementation="eager").train()
     loss_spec, opt = spec["loss"], spec["optimizer"]
     names = dict(model.named_parameters())
     groups = [
         {"params": [p for p in names.values() if p.dim() > 1], "weight_decay": opt["weight_decay"]},
         {"params": [p for p in names.values() if p.dim() == 1], "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups, lr=0.0, betas=tuple(opt["betas"]), eps=opt["eps"])
+    if opt["kind"] == "sgd":
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(groups, lr=0.0, momentum=opt["momentum"])
+    else:
+        optimizer = torch.optim.AdamW(groups, lr=0.0, betas=tuple(opt["betas"]), eps=opt["eps"])
 
     def row_log_probs(row: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         lease = open_store(row["rollout"]["location"]).open(PlanRow(**row).rollout.ref())
         ids = torch.tensor(lease["input_ids"].astype(np.int64))[None]
-        logits = model(ids, use_cache=False).logits[0, :-1] / float(lease["temperature"])
+        logits = model(ids, use_cache=False).logits[0, :-1].float() / float(lease["temperature"])
         every = logits.log_softmax(-1)
         return every.gather(1, ids[0, 1:, None])[:, 0], -(every.exp() * every).sum(-1)
 
@@ -131,8 +137,8 @@ def reference(model_path: str, spec: dict[str, Any], requests: list[dict[str, An
                 group["lr"] = request["lr"]
             optimizer.step()
         reports.append({"loss": float(loss), "grad_norm": float(norm), "entropy": entropy_sum / count, "tokens": count})
-        arrays |= {f"gradients/{step}/{name}": p.grad.numpy().copy() for name, p in names.items()}
-    arrays |= {f"weights/{name}": p.detach().numpy() for name, p in names.items()}
+        arrays |= {f"gradients/{step}/{name}": p.grad.float().numpy() + 0 for name, p in names.items()}
+    arrays |= {f"weights/{name}": p.detach().float().numpy() for name, p in names.items()}
     np.savez(out, allow_pickle=False, **arrays)
     return {"reports": reports}
 
@@ -228,9 +234,10 @@ def _layout_rank(
 def _kept(facts: TrainerSpec, model: Model, prefix: str) -> dict[str, np.ndarray]:
     """All that a checkpoint has to hold."""
     arrays = {f"{prefix}/hf/{name}": tensor.float().numpy().copy() for name, tensor in export.hf_tensors(model)}
-    for slot in (*state.SLOTS[facts.optimizer.kind], "weights"):
+    steps = state.steps_taken(model)
+    for slot in (*(() if steps is None else state.SLOTS[facts.optimizer.kind]), state.WEIGHTS):
         arrays |= {f"{prefix}/{slot}/{name}": tensor.numpy().copy() for name, tensor in state.state_tensors(model, slot)}
-    return arrays | {f"{prefix}/steps": np.array(state.steps_taken(model))}
+    return arrays | {f"{prefix}/steps": np.array(-1 if steps is None else steps)}
 
 
 def trainer(spec_path: str, log: str) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from tests.trainer.steps import ADAM, assert_equal_steps, dealt
+from tests.trainer.steps import ADAM, SGD, assert_equal_steps, dealt
 from trainer.spec import TrainerSpec
 
 MakeSpec = Callable[..., TrainerSpec]
@@ -44,7 +44,17 @@ def references() -> dict[str, Any]:
 def test_M2_two_steps_of_any_layout_equal_plain_torch(
     lab: Any, rows: Any, make_spec: MakeSpec, plan: Any, references: dict[str, Any], model: str, layout: str
 ) -> None:
-    spec = make_spec(model, **in_words(layout), optimizer=ADAM)
+    check_two_steps(lab, rows, make_spec(model, **in_words(layout), optimizer=ADAM), plan, references, model, layout)
+
+
+@pytest.mark.parametrize(("model", "layout"), matrix([*itertools.product(MODELS, LAYOUTS)], {("llama", "2111")}))
+def test_M2_two_steps_of_sgd_with_momentum_in_any_layout_equal_plain_torch(
+    lab: Any, rows: Any, make_spec: MakeSpec, plan: Any, references: dict[str, Any], model: str, layout: str
+) -> None:
+    check_two_steps(lab, rows, make_spec(model, **in_words(layout), optimizer=SGD), plan, references, f"{model} sgd", layout)
+
+
+def check_two_steps(lab: Any, rows: Any, spec: TrainerSpec, plan: Any, references: dict[str, Any], model: str, layout: str) -> None:
     # With two data-parallel ranks: 3 and 2 micro-batches, then 2 and 1.
     requests = [plan(0, [dealt(rows.ragged(1, 9), spec.dp, 2)]), plan(1, [dealt(rows.ragged(2, 8), spec.dp, 4)])]
     if model not in references:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from tests.trainer.steps import ADAM, dealt
+from tests.trainer.steps import ADAM, SGD, dealt
 from trainer.spec import TrainerSpec
 
 MakeSpec = Callable[..., TrainerSpec]
@@ -102,3 +102,52 @@ SPREAD_SLOW = [("2111", "1122d"), ("1112d", "1112d"), ("1122d", "1112"), ("2212d
 @pytest.mark.parametrize(("layout", "other"), pairs(SPREAD_QUICK, SPREAD_SLOW))
 def test_state_that_is_spread_over_data_parallel_ranks_is_saved_whole_and_spread_anew(continued: Any, layout: str, other: str) -> None:
     test_any_layout_resumes_from_any_other_bit_for_bit_and_takes_the_step_that_was_next(continued, layout, other)
+
+
+BF16 = {"dtype": "bfloat16"}
+BF16_SLOW = [("2111", "1211"), ("1112d", "1112d"), ("2212d", "1121"), ("1121", "1112d")]
+
+
+@pytest.mark.parametrize(("layout", "other"), pairs([("1111", "1111")], BF16_SLOW))
+def test_bf16_resumes_from_the_fp32_weights_behind_it(continued: Any, layout: str, other: str) -> None:
+    saved, on, resumed = continued(layout, other, **BF16)
+    assert_bit_equal(held(resumed, "resumed"), held(saved, "saved"))
+    fp32, bf16 = held(saved, "saved/weights"), held(saved, "saved/hf")
+    assert any((fp32[name] != bf16[name]).any() for name in fp32), "there is something behind the rounding"
+    print(f"\nbf16 {layout} -> {other}: weights after the next step {resumed.error(on, 'weights'):.1e}")
+    assert resumed.error(on, "weights") < 0.05
+    if layout == other:
+        assert_bit_equal(held(resumed, "weights"), held(on, "weights"))
+
+
+@pytest.mark.parametrize(("dtype", "other"), [("bfloat16", "float32"), ("float32", "bfloat16")])
+def test_a_run_may_change_its_dtype_between_two_starts(
+    lab: Any, rows: Any, make_spec: MakeSpec, plan: Any, tmp_path: Path, dtype: str, other: str
+) -> None:
+    """What the optimizer steps goes on; the fp32 weights behind bf16 become the weights, or the weights what is behind them."""
+    requests = [plan(0, [dealt(rows.ragged(90, 6), 1, 2)])]
+    saved = lab.layout(make_spec("qwen3_odd", optimizer=ADAM, dtype=dtype), requests, save=tmp_path)
+    spec = make_spec("qwen3_odd", optimizer=ADAM, dtype=other, dp=2, distributed_optimizer=True)
+    resumed = lab.layout(spec, [], resume=tmp_path / "step_00000001")
+    for slot in ("exp_avg", "exp_avg_sq", "weights"):
+        assert_bit_equal(held(resumed, f"resumed/{slot}"), held(saved, f"saved/{slot}"))
+
+
+@pytest.mark.parametrize(("layout", "other"), pairs([("2111", "1112")], [("1111", "2211"), ("2211", "2211")]))
+def test_sgd_s_momentum_is_kept_as_adam_s_moments_are(continued: Any, layout: str, other: str) -> None:
+    saved, on, resumed = continued(layout, other, optimizer=SGD)
+    assert_bit_equal(held(resumed, "resumed"), held(saved, "saved"))
+    assert resumed.error(on, "weights") < 1e-5
+    assert np.abs(saved.arrays["saved/momentum_buffer/model.norm.weight"]).max() > 0
+
+
+def test_before_the_first_step_there_is_no_state_to_save_and_a_resume_begins_as_a_load_does(
+    lab: Any, rows: Any, make_spec: MakeSpec, plan: Any, tmp_path: Path
+) -> None:
+    spec, other = make_spec("qwen3_odd", optimizer=ADAM, tp=2), make_spec("qwen3_odd", optimizer=ADAM)
+    lab.layout(spec, [], save=tmp_path)
+    path = tmp_path / "step_00000000"
+    assert not (path / "optimizer").exists()
+    request = plan(0, [dealt(rows.ragged(82, 6), 1, 2)])
+    found, expected = lab.layout(other, [request], resume=path), lab.layout(other, [request])
+    assert_bit_equal(held(found, "weights"), held(expected, "weights"))
