@@ -31,6 +31,7 @@ from trainer import saving  # noqa: E402
 from trainer.checkpoints import POLICY  # noqa: E402
 from trainer.export import write_buckets  # noqa: E402
 from trainer.group import Group, Refused  # noqa: E402
+from trainer.memory import Peaks  # noqa: E402
 from trainer.model import Model, build  # noqa: E402
 from trainer.server import Command, Desk, Refusal, Server, build_app, listen  # noqa: E402
 from trainer.spec import TrainerSpec  # noqa: E402
@@ -62,6 +63,7 @@ class Rank:
     def __init__(self, spec: TrainerSpec, group: Group, desk: Desk) -> None:
         self._spec, self._group, self._desk = spec, group, desk
         self._model: Model | None = None
+        self._peaks = Peaks()
         self._epoch = 0
         self._last: tuple[str, TrainReport] | None = None
         self.stopping = False
@@ -83,11 +85,14 @@ class Rank:
         return reply
 
     def load(self, request: LoadRequest) -> Loaded:
-        self._take(build(self._spec, self._group, Path(request.model_path or self._spec.model_path)), 0, 0)
+        with self._peaks.phase("load"):
+            model = build(self._spec, self._group, Path(request.model_path or self._spec.model_path))
+        self._take(model, 0, 0)
         return Loaded(trained_version=0)
 
     def resume(self, request: ResumeRequest) -> Loaded:
-        model, checkpoint = saving.resume(self._spec, self._group, Path(request.path))
+        with self._peaks.phase("load"):
+            model, checkpoint = saving.resume(self._spec, self._group, Path(request.path))
         self._take(model, checkpoint.trained_version, checkpoint.meta.epoch)
         return Loaded(trained_version=checkpoint.trained_version)
 
@@ -100,7 +105,7 @@ class Rank:
         if request.batch_id != version:
             again = " with another plan than the one that was trained" if self._last and request.batch_id == version - 1 else ""
             raise Refused(409, f"batch {request.batch_id} came{again}, but this trainer has trained {version} batches and wants {version}")
-        report = Stepper(self._spec, self._group, model, self._desk.advanced).train(request)
+        report = Stepper(self._spec, self._group, model, self._desk.advanced, self._peaks).train(request)
         self._epoch = request.epoch
         self._desk.trained_version = report.trained_version
         self._last = (digest, report)
@@ -109,7 +114,7 @@ class Rank:
         return report
 
     def logprobs(self, request: LogprobsRequest) -> Logprobs:
-        stepper = Stepper(self._spec, self._group, self._loaded(), self._desk.advanced)
+        stepper = Stepper(self._spec, self._group, self._loaded(), self._desk.advanced, self._peaks)
         return Logprobs(log_probs=stepper.log_probs(request.rows))
 
     def snapshot(self, request: SnapshotRequest) -> Snapshot:
@@ -119,7 +124,8 @@ class Rank:
         if any(not 0 <= token < model.hf_config.vocab_size for token in request.canary_ids):
             raise Refused(422, f"canary_ids has a token outside the vocabulary of {model.hf_config.vocab_size}")
         prefix = f"{self._spec.run_id}/weights/{request.epoch}/{request.version}"
-        buckets, tensors = write_buckets(model, self._group, self._spec.store_location, prefix, request.bucket_bytes)
+        with self._peaks.phase("export"):
+            buckets, tensors = write_buckets(model, self._group, self._spec.store_location, prefix, request.bucket_bytes)
         stepper = Stepper(self._spec, self._group, model, self._desk.advanced)
         log_probs = stepper.sequence_log_probs(request.canary_ids) if request.canary_ids else []
         return Snapshot(buckets=buckets, tensors=tensors, canary=Canary(input_ids=request.canary_ids, log_probs=log_probs))
@@ -128,7 +134,8 @@ class Rank:
         version = self._desk.trained_version
         directory = Path(request.directory)
         models = {POLICY: self._loaded()}
-        path = saving.save(self._spec, self._group, models, directory, version, self._epoch, request.keep_last)
+        with self._peaks.phase("export"):
+            path = saving.save(self._spec, self._group, models, directory, version, self._epoch, request.keep_last)
         return Saved(path=str(path), trained_version=version)
 
     def stop(self, request: StopRequest) -> Stopped:

@@ -27,6 +27,7 @@ from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
 from trainer.group import Group
 from trainer.loss import Sums, Tokens, denominator, loss_sums, units, vocab_entropy
+from trainer.memory import Peaks, binding
 from trainer.model import Model
 from trainer.rows import Pack, Row, Unreadable, open_row, pack
 from trainer.spec import TrainerSpec
@@ -56,8 +57,9 @@ class Tally:
 class Stepper:
     """Runs plans on a model. Every method is called on all ranks together; `advanced` once per micro-batch, as a sign of life."""
 
-    def __init__(self, spec: TrainerSpec, group: Group, model: Model, advanced: Callable[[], None]) -> None:
+    def __init__(self, spec: TrainerSpec, group: Group, model: Model, advanced: Callable[[], None], peaks: Peaks | None = None) -> None:
         self._spec, self._group, self._model, self._advanced = spec, group, model, advanced
+        self._peaks = peaks or Peaks()
         self._schedule = get_forward_backward_func()
 
     def train(self, request: TrainRequest) -> TrainReport:
@@ -77,7 +79,8 @@ class Stepper:
     def log_probs(self, rows: Sequence[PlanRow]) -> dict[str, list[float]]:
         """Of every response position, at the row's temperature. Raises Refused."""
         opened = self._open(rows)
-        return dict(zip(opened, self._log_probs(list(opened.values())), strict=True))
+        with self._peaks.phase("log_probs"):
+            return dict(zip(opened, self._log_probs(list(opened.values())), strict=True))
 
     def sequence_log_probs(self, input_ids: list[int]) -> list[float]:
         """log p(input_ids[i + 1] | input_ids[: i + 1]) at temperature 1, computed alone."""
@@ -125,7 +128,8 @@ class Stepper:
             return
         count = denominator(self._spec.loss, count)
         self._model.zero_gradients()
-        results = self._forward_backward(share or [[]], partial(self._loss, count, sampler))
+        with self._peaks.phase("forward_backward"):
+            results = self._forward_backward(share or [[]], partial(self._loss, count, sampler))
         local = sum(results, Sums.nothing())
         sums = Sums(self._group.sum(local.total), self._group.maximum(local.highest))
         forwarded = time.perf_counter()
@@ -134,7 +138,8 @@ class Stepper:
         grad_norm = float(self._model.optimizer.get_grad_norm())
         loss = float(sums.total[0]) / count
         if math.isfinite(loss) and math.isfinite(grad_norm):
-            self._model.optimizer.step()
+            with self._peaks.phase("optimizer"):
+                self._model.optimizer.step()
             tally.applied += row_ids
             tally.sums, tally.counted, tally.grad_norm = tally.sums + sums, tally.counted + count, grad_norm
             tally.gap_rows += int(gap_rows)
@@ -236,6 +241,7 @@ class Stepper:
         def mean(name: str, count: float = tokens) -> float | None:
             return _finite(sums[name] / count) if count else None
 
+        memory_bytes = self._peaks.report()
         return TrainReport(
             batch_id=request.batch_id,
             trained_version=request.batch_id + 1,
@@ -256,6 +262,8 @@ class Stepper:
             forward_backward_s=tally.forward_backward_s,
             optimizer_s=tally.optimizer_s,
             step_s=step_s,
+            memory_bytes=memory_bytes,
+            memory_phase=binding(memory_bytes),
         )
 
     def _dump(self, request: TrainRequest, index: int, row_ids: list[str], facts: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from driver.advantage import ADVANTAGES
-from driver.config import ConfigError, LossConfig, ServiceConfig, load_config
+from driver.config import ConfigError, LossConfig, ServiceConfig, load_config, weights_bytes
 from trainer.spec import LossSpec
 
 ROOT = Path(__file__).parents[2]
@@ -44,6 +44,8 @@ def write(tmp_path: Path, **sections: object) -> Path:
         ({"trainer": {"schedule": "linear"}}, ["stop.batches"]),
         ({"trainer": {"tp": 4}}, ["trainer: ", "num_attention_heads (2)", "tp (4)", "choose a tp"]),
         ({"trainer": {"pp": 3}}, ["trainer: ", "num_hidden_layers (2)", "pp (3)", "choose a pp"]),
+        ({"trainer": {"sequence_parallel": True}}, ["trainer: ", "tp is 1", "leave sequence_parallel out"]),
+        ({"trainer": {"distributed_optimizer": True, "optimizer": "sgd"}}, ["trainer: ", "adam only", "change one"]),
         ({"model": {"path": "nowhere"}}, ["nowhere does not exist", "nothing is downloaded"]),
         ({"data": "nothing.jsonl"}, ["there is no file", "nothing.jsonl"]),
         ({"service": {"host": "0.0.0.0"}}, ["service.token"]),
@@ -68,6 +70,15 @@ def test_every_choice_of_the_loss_reaches_the_trainer_and_every_advantage_can_be
         assert config.advantage == kind
         assert type(config.spec) is LossSpec and config.spec.model_dump() == loss
     assert get_args(LossConfig.model_fields["advantage"].annotation) == tuple(ADVANTAGES)
+
+
+def test_bf16_widens_what_a_push_may_differ_by_unless_it_is_set_and_halves_what_a_snapshot_takes(tmp_path):
+    model = ROOT / "examples/sort_digits/base"
+    found = {dtype: load_config(write(tmp_path, trainer={"dtype": dtype})) for dtype in ("float32", "bfloat16")}
+    assert {dtype: config.logprob_tolerance for dtype, config in found.items()} == {"float32": 1e-3, "bfloat16": 0.1}
+    tight = load_config(write(tmp_path, trainer={"dtype": "bfloat16"}, push={"logprob_tolerance": 0.02}))
+    assert tight.logprob_tolerance == 0.02
+    assert weights_bytes(model, "float32") == 2 * weights_bytes(model, "bfloat16") == (model / "model.safetensors").stat().st_size
 
 
 def test_files_that_are_no_configuration_are_refused(tmp_path):
