@@ -106,7 +106,10 @@ async def test_what_cannot_be_done_is_refused_in_words_and_the_trainer_stays_wel
         odd.mkdir()
         (odd / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
         (odd / "model.safetensors").touch()
-        assert (await refusal(client.load(str(odd)))) == (400, "model type 'gpt2' is not supported; supported are llama, qwen2, qwen3")
+        assert (await refusal(client.load(str(odd)))) == (
+            400,
+            "model type 'gpt2' is not supported; supported are llama, qwen2, qwen3, qwen3_moe",
+        )
         biased = tmp_path / "biased"
         shutil.copytree(models["qwen2"], biased)
         (biased / "config.json").write_text((biased / "config.json").read_text().replace("qwen2", "llama"))
@@ -185,7 +188,7 @@ async def test_resume_is_bit_equal_and_refuses_half_a_checkpoint_W7_or_another_l
         assert {"config.json", "model.safetensors", "tokenizer_config.json"} <= set(os.listdir(f"{saved.path}/hf"))
 
         async with start(dp=1) as other:
-            with pytest.raises(TrainerRefused, match=r"dp 2, this trainer has tp 1 pp 1 cp 1 dp 1: .*load the weights alone"):
+            with pytest.raises(TrainerRefused, match=r"dp 2 ep 1, this trainer has tp 1 pp 1 cp 1 dp 1 ep 1: .*load the weights alone"):
                 await other.client.resume(saved.path)
             assert (await other.client.load(f"{saved.path}/hf")).trained_version == 0
         (Path(saved.path) / "rank_00001.pt").write_bytes(b"cut")
