@@ -41,6 +41,7 @@ from trainer import moe
 from trainer.group import Group
 from trainer.layout import expert_count, misfit, sparse_layers
 from trainer.spec import TrainerSpec
+from trainer.wanted import Wanted
 
 SUPPORTED = ("llama", "qwen2", "qwen3", "qwen3_moe")
 """Model types whose bridge and layer specification are tested."""
@@ -56,6 +57,7 @@ _ON_CPU = {
 }
 
 
+VALUE_HEAD = "value_head.weight"
 _DENSE_IN_SPARSE = {
     "mlp.linear_fc1.weight": [f"model.layers.{{layer_number}}.mlp.{name}_proj.weight" for name in ("gate", "up")],
     "mlp.linear_fc1.layer_norm_weight": ["model.layers.{layer_number}.post_attention_layernorm.weight"],
@@ -86,6 +88,21 @@ class NormColumnParallelLinear(ColumnParallelLinear):
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         normed = F.rms_norm(x, (x.shape[-1],), self.layer_norm_weight, self.config.layernorm_epsilon)
         return super().forward(normed, *args, **kwargs)
+
+
+class ValueHead(torch.nn.Module):
+    """One number a token, [n, b, hidden] -> [n, b, 1], in the place of the output layer. Begins at zero: the first values are 0.
+
+    `Wanted` gathers the tokens for it under sequence parallelism, as it does for the output layer.
+    """
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.sequence_parallel = config.sequence_parallel
+        self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size))
+
+    def forward(self, hidden: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
+        return F.linear(hidden.float(), self.weight), None
 
 
 class _GatherCP(torch.autograd.Function):
@@ -193,8 +210,8 @@ def layer_spec(config: Any, sparse: bool = False) -> ModuleSpec:
     )
 
 
-@lru_cache(maxsize=8)
-def bridge_class(model_type: str) -> type:
+@lru_cache(maxsize=16)
+def bridge_class(model_type: str, value_head: bool = False) -> type:
     """mbridge's class for this model type, with what it lacks on a CPU and with transformers 5."""
     if model_type not in SUPPORTED:
         raise ValueError(f"model type {model_type!r} is not supported; supported are {', '.join(SUPPORTED)}")
@@ -213,8 +230,20 @@ def bridge_class(model_type: str) -> type:
             return super()._build_base_config(text_config_key, **{**kwargs, **_ON_CPU})
 
         def _adjust_mapping_for_shared_weights(self) -> None:
-            if self.hf_config.tie_word_embeddings:
+            if value_head:
+                self._DIRECT_MAPPING["output_layer.weight"] = VALUE_HEAD
+            elif self.hf_config.tie_word_embeddings:
                 self._DIRECT_MAPPING["output_layer.weight"] = "model.embed_tokens.weight"
+
+        def _weight_to_hf_format(self, mcore_weights_name: str, mcore_weights: torch.Tensor) -> Any:
+            if value_head and mcore_weights_name == "output_layer.weight":  # no vocabulary, no padding
+                return [VALUE_HEAD], [mcore_weights]
+            return super()._weight_to_hf_format(mcore_weights_name, mcore_weights)
+
+        def _weight_to_mcore_format(self, mcore_weights_name: str, hf_weights: list[torch.Tensor]) -> Any:
+            if value_head and mcore_weights_name == "output_layer.weight":
+                return hf_weights[0]
+            return super()._weight_to_mcore_format(mcore_weights_name, hf_weights)
 
         def _get_transformer_layer_spec(self, vp_stage: int | None = None) -> TransformerBlockSubmodules:
             first = get_transformer_layer_offset(self.config, vp_stage=vp_stage)
@@ -266,6 +295,15 @@ def read_config(model_path: Path) -> Any:
     return config
 
 
+@dataclass(frozen=True)
+class Frozen:
+    """A model that is only asked, never trained, and so not wrapped for data parallelism."""
+
+    chunk: Any
+    wanted: Wanted
+    replays: bool = False
+
+
 @dataclass
 class Model:
     """A loaded model with its optimizer. `chunk` is wrapped for data parallelism."""
@@ -275,7 +313,12 @@ class Model:
     hf_config: Any
     bridge: Any
     chunk: Any
+    wanted: Wanted
     optimizer: Any
+    replays: bool = True
+    reference: Frozen | None = None
+    """loaded only when the loss has a KL penalty"""
+    critic: Model | None = None
 
     def set_learning_rate(self, lr: float, weight_decay: float) -> None:
         """Megatron leaves both to its scheduler, `wd_mult` (0 for norms and biases) included; we have none."""
@@ -283,39 +326,22 @@ class Model:
             group["lr"] = lr
             group["weight_decay"] = weight_decay * group["wd_mult"]
 
+    def gradient_norm(self) -> float:
+        """Before the clip, over all parameters wherever they are. Ends the backward: call it before `optimizer.step()`."""
+        self.optimizer.prepare_grads()
+        return float(self.optimizer.get_grad_norm())
+
     def zero_gradients(self) -> None:
         """Both, always: the fp32 optimizer makes `grad` an alias of `main_grad`, and the next backward would add to it twice."""
         self.chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
 
-def build(spec: TrainerSpec, group: Group, model_path: Path) -> Model:
-    """All ranks together. Raises Refused for a model that cannot be loaded."""
-    fault = None
-    try:
-        hf_config = read_config(model_path)
-        if why := misfit(hf_config.to_dict(), **spec.layout, routing_replay=spec.routing_replay):
-            raise ValueError(why)
-    except ValueError as error:
-        fault = (400, str(error))
-    group.agree(fault)
-    bridge = bridge_class(hf_config.model_type)(hf_config, dtype=torch.float32, make_vocab_size_divisible_by=spec.tp)
-    config = bridge.config
-    config.calculate_per_token_loss = True
-    if config.num_moe_experts:
-        config.sequence_parallel = spec.tp > 1  # Megatron's experts demand it
-    config.finalize_model_grads_func = finalize_model_grads
-    RotaryEmbedding.forward.cache_clear()  # it holds every earlier model alive
-    first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
-    model = bridge._model_provider([])(first, last)
-    for parameter in model.parameters():
-        set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
-    unmatched = _unmatched_tensors(bridge, model, model_path)
-    group.agree((400, f"{model_path} is not what its config.json says: {unmatched}") if unmatched else None)
-    with torch.no_grad():
-        bridge.load_weights([model], str(model_path))
+def build(spec: TrainerSpec, group: Group, model_path: Path, *, value_head: bool = False) -> Model:
+    """A model to be trained. All ranks together. Raises Refused for one that cannot be loaded."""
+    hf_config, bridge, module = load_module(spec, group, model_path, value_head=value_head)
     ddp = DistributedDataParallelConfig(overlap_grad_reduce=False, average_in_collective=False, grad_reduce_in_fp32=True)
-    chunk = DistributedDataParallel(config=config, ddp_config=ddp, module=model)
+    chunk = DistributedDataParallel(config=bridge.config, ddp_config=ddp, module=module)
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",
@@ -329,7 +355,47 @@ def build(spec: TrainerSpec, group: Group, model_path: Path) -> Model:
         ),
         [chunk],
     )
-    return Model(read_companions(model_path), hf_config, bridge, chunk, optimizer)
+    return Model(read_companions(model_path), hf_config, bridge, chunk, Wanted(module), optimizer, replays=not value_head)
+
+
+def load_module(spec: TrainerSpec, group: Group, model_path: Path, *, value_head: bool = False) -> tuple[Any, Any, torch.nn.Module]:
+    """(Hugging Face configuration, bridge, this rank's part of the model with its weights). All ranks together. Raises Refused.
+
+    With `value_head` the output layer is a `ValueHead`, read from the checkpoint if it has one (`value_head.weight`), and else zero.
+    """
+    fault = None
+    try:
+        hf_config = read_config(model_path)
+        if why := misfit(hf_config.to_dict(), **spec.layout, routing_replay=spec.routing_replay):
+            raise ValueError(why)
+    except ValueError as error:
+        fault = (400, str(error))
+    group.agree(fault)
+    bridge = bridge_class(hf_config.model_type, value_head)(hf_config, dtype=torch.float32, make_vocab_size_divisible_by=spec.tp)
+    config = bridge.config
+    config.calculate_per_token_loss = True
+    if config.num_moe_experts:
+        config.sequence_parallel = spec.tp > 1  # Megatron's experts demand it
+    config.finalize_model_grads_func = finalize_model_grads
+    RotaryEmbedding.forward.cache_clear()  # it holds every earlier model alive
+    first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
+    model = bridge._model_provider([])(first, last)
+    head = None
+    if value_head:
+        model.share_embeddings_and_output_weights = False
+        if last:
+            head = ValueHead(config)
+            model.output_layer = head if has_value_head(model_path) else torch.nn.Identity()
+    for parameter in model.parameters():
+        set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+    unmatched = _unmatched_tensors(bridge, model, model_path)
+    group.agree((400, f"{model_path} is not what its config.json says: {unmatched}") if unmatched else None)
+    with torch.no_grad():
+        bridge.load_weights([model], str(model_path))
+    if head is not None:
+        model.output_layer = head
+        set_defaults_if_not_set_tensor_model_parallel_attributes(head.weight)
+    return hf_config, bridge, model
 
 
 def _unmatched_tensors(bridge: Any, model: torch.nn.Module, model_path: Path) -> str | None:
@@ -348,6 +414,10 @@ def _unmatched_tensors(bridge: Any, model: torch.nn.Module, model_path: Path) ->
     taken = set().union(*of_all, bridge._DIRECT_MAPPING.values(), {"lm_head.weight"})
     surplus = sorted(name for name in there - taken if not name.endswith("inv_freq"))
     return f"nothing takes {', '.join(surplus[:5])}" if surplus else None
+
+
+def has_value_head(model_path: Path) -> bool:
+    return VALUE_HEAD in SafeTensorIO(str(model_path)).load_hf_weight_names()
 
 
 def packing(padded_lengths: list[int], routes: torch.Tensor | None = None) -> PackedSeqParams:

@@ -30,7 +30,9 @@ cpu.install()
 from trainer import saving  # noqa: E402
 from trainer.export import write_buckets  # noqa: E402
 from trainer.group import Group, Refused  # noqa: E402
-from trainer.model import Model, build  # noqa: E402
+from trainer.loss import Policy  # noqa: E402
+from trainer.model import Model  # noqa: E402
+from trainer.models import begin, policy_loss  # noqa: E402
 from trainer.server import Command, Desk, Refusal, Server, build_app, listen  # noqa: E402
 from trainer.spec import TrainerSpec  # noqa: E402
 from trainer.step import Stepper  # noqa: E402
@@ -61,6 +63,7 @@ class Rank:
     def __init__(self, spec: TrainerSpec, group: Group, desk: Desk) -> None:
         self._spec, self._group, self._desk = spec, group, desk
         self._model: Model | None = None
+        self._policy: Policy | None = None
         self._epoch = 0
         self._last: tuple[str, TrainReport] | None = None
         self.stopping = False
@@ -82,7 +85,7 @@ class Rank:
         return reply
 
     def load(self, request: LoadRequest) -> Loaded:
-        self._take(build(self._spec, self._group, Path(request.model_path or self._spec.model_path)), 0, 0)
+        self._take(begin(self._spec, self._group, Path(request.model_path or self._spec.model_path)), 0, 0)
         return Loaded(trained_version=0)
 
     def resume(self, request: ResumeRequest) -> Loaded:
@@ -91,7 +94,7 @@ class Rank:
         return Loaded(trained_version=checkpoint.trained_version)
 
     def train(self, request: TrainRequest) -> TrainReport:
-        model = self._loaded()
+        self._loaded()
         version = self._desk.trained_version
         digest = hashlib.sha256(request.model_dump_json().encode()).hexdigest()
         if self._last is not None and request.batch_id == version - 1 and self._last[0] == digest:
@@ -99,7 +102,7 @@ class Rank:
         if request.batch_id != version:
             again = " with another plan than the one that was trained" if self._last and request.batch_id == version - 1 else ""
             raise Refused(409, f"batch {request.batch_id} came{again}, but this trainer has trained {version} batches and wants {version}")
-        report = Stepper(self._spec, self._group, model, self._desk.advanced).train(request)
+        report = self._stepper().train(request)
         self._epoch = request.epoch
         self._desk.trained_version = report.trained_version
         self._last = (digest, report)
@@ -108,8 +111,7 @@ class Rank:
         return report
 
     def logprobs(self, request: LogprobsRequest) -> Logprobs:
-        stepper = Stepper(self._spec, self._group, self._loaded(), self._desk.advanced)
-        return Logprobs(log_probs=stepper.log_probs(request.rows))
+        return Logprobs(log_probs=self._stepper().log_probs(request.rows))
 
     def snapshot(self, request: SnapshotRequest) -> Snapshot:
         model = self._loaded()
@@ -119,8 +121,7 @@ class Rank:
             raise Refused(422, f"canary_ids has a token outside the vocabulary of {model.hf_config.vocab_size}")
         prefix = f"{self._spec.run_id}/weights/{request.epoch}/{request.version}"
         buckets, tensors = write_buckets(model, self._group, self._spec.store_location, prefix, request.bucket_bytes)
-        stepper = Stepper(self._spec, self._group, model, self._desk.advanced)
-        log_probs = stepper.sequence_log_probs(request.canary_ids) if request.canary_ids else []
+        log_probs = self._stepper().sequence_log_probs(request.canary_ids) if request.canary_ids else []
         return Snapshot(buckets=buckets, tensors=tensors, canary=Canary(input_ids=request.canary_ids, log_probs=log_probs))
 
     def save(self, request: SaveRequest) -> Saved:
@@ -133,12 +134,18 @@ class Rank:
         self.stopping = True
         return Stopped()
 
+    def _stepper(self) -> Stepper:
+        model = self._loaded()
+        assert self._policy is not None
+        return Stepper(self._spec, self._group, model, self._policy, self._desk.advanced)
+
     def _loaded(self) -> Model:
         if self._model is None:
             raise Refused(409, "no weights are loaded: POST /v1/load or /v1/resume first")
         return self._model
 
     def _take(self, model: Model, trained_version: int, epoch: int) -> None:
+        self._policy = policy_loss(self._spec, self._group)
         self._model, self._epoch, self._last = model, epoch, None
         self._desk.trained_version, self._desk.loaded = trained_version, True
 

@@ -5,39 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from trainer.layout import uneven_experts
+from trainer.loss_spec import CriticSpec, LossSpec, Strict, check_critic
 from trainer.wire import problems_in_words
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class LossSpec(_Strict):
-    """What is minimised, all against the log-probs recorded at sampling. The formulas are in `trainer/loss.py`."""
-
-    policy: Literal["ppo_clip", "dual_clip", "gspo", "cispo"] = Field("ppo_clip", description="the loss of a token, or for gspo of a row")
-    clip_low: float = Field(0.2, gt=0.0, le=1.0, description="the ratio's lower bound is 1 - clip_low; 1: there is none")
-    clip_high: float = Field(0.28, gt=0.0, description="the ratio's upper bound is 1 + clip_high")
-    dual_clip: float = Field(3.0, gt=1.0, description="dual_clip only: with a negative advantage the ratio counts up to this")
-    aggregation: Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant"] = Field(
-        "token_mean", description="how token losses become one number; a sequence is a row, that is a leaf"
-    )
-    divisor: float | None = Field(None, gt=0.0, description="constant only: a mini-batch's sum over tokens is divided by this")
-    entropy_bonus: float = Field(0.0, ge=0.0, description="times the entropy, taken off the loss of each token; keeps sampling diverse")
-
-    @model_validator(mode="after")
-    def _fits_together(self) -> LossSpec:
-        if (self.aggregation == "constant") != (self.divisor is not None):
-            raise ValueError("aggregation constant needs a divisor, and only it: set both or neither; Dr. GRPO's is rows x max_new_tokens")
-        if self.policy == "gspo" and not {"clip_low", "clip_high"} <= self.model_fields_set:
-            raise ValueError("policy gspo clips the ratio of a whole row: set clip_low and clip_high; its paper has 3e-4 and 4e-4")
-        return self
-
-
-class OptimizerSpec(_Strict):
+class OptimizerSpec(Strict):
     """Adam with decoupled weight decay; norms and biases are never decayed. `grad_clip` 0 clips nothing."""
 
     betas: tuple[float, float] = (0.9, 0.95)
@@ -46,7 +21,7 @@ class OptimizerSpec(_Strict):
     grad_clip: float = Field(1.0, ge=0.0)
 
 
-class TrainerSpec(_Strict):
+class TrainerSpec(Strict):
     run_id: str
     run_dir: Path
     store_location: str
@@ -68,6 +43,7 @@ class TrainerSpec(_Strict):
     seed: int = 0
     dtype: Literal["float32"] = "float32"
     loss: LossSpec = LossSpec()
+    critic: CriticSpec | None = None
     optimizer: OptimizerSpec = OptimizerSpec()
     micro_batch_tokens: int = Field(4096, ge=1)
     """How many tokens one forward pass of `/v1/logprobs` takes; training follows the plan's own micro-batches."""
@@ -84,6 +60,11 @@ class TrainerSpec(_Strict):
     def _token_beyond_loopback(self) -> TrainerSpec:
         if self.token is None and self.host not in ("127.0.0.1", "::1", "localhost"):
             raise ValueError(f"host {self.host} can be reached from other machines: set a token, or listen on 127.0.0.1")
+        return self
+
+    @model_validator(mode="after")
+    def _a_critic_that_fits(self) -> TrainerSpec:
+        check_critic(self.loss, self.critic)
         return self
 
     @model_validator(mode="after")

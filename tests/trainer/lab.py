@@ -14,7 +14,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ os.dup2(2, 1)
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from transformers import (  # noqa: E402
-    AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     Qwen2Config,
@@ -35,15 +33,14 @@ from transformers import (  # noqa: E402
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter  # noqa: E402
 
-from store import open_store  # noqa: E402
+from tests.trainer.plain import reference  # noqa: E402
 from trainer import cpu, export, main, rank  # noqa: E402  (installs the CPU shim before megatron comes in)
 from trainer.group import Group  # noqa: E402
-from trainer.model import build  # noqa: E402
+from trainer.models import begin, policy_loss  # noqa: E402
 from trainer.spec import TrainerSpec  # noqa: E402
 from trainer.step import Stepper  # noqa: E402
-from trainer.wire import PlanRow, TrainRequest  # noqa: E402
+from trainer.wire import TrainRequest  # noqa: E402
 
 assert rank.REQUESTS
 LAYOUT_S = 90.0
@@ -102,107 +99,6 @@ def make_models(directory: str) -> dict[str, str]:
     return paths
 
 
-def reference(model_path: str, spec: dict[str, Any], requests: list[dict[str, Any]], out: str) -> dict[str, Any]:
-    """The same steps in plain torch. Saves log-probs before the first step, and gradients and weights after the last."""
-    torch.set_num_threads(1)
-    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32, attn_implementation="eager").train()
-    if hasattr(model.config, "num_experts"):
-        model.set_experts_implementation("eager")
-    forced = force_routes(model)
-    loss_spec, opt = spec["loss"], spec["optimizer"]
-    names = dict(model.named_parameters())
-    groups = [
-        {"params": [p for p in names.values() if p.dim() > 1], "weight_decay": opt["weight_decay"]},
-        {"params": [p for p in names.values() if p.dim() == 1], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=0.0, betas=tuple(opt["betas"]), eps=opt["eps"])
-
-    def row_log_probs(row: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        lease = open_store(row["rollout"]["location"]).open(PlanRow(**row).rollout.ref())
-        ids = torch.tensor(lease["input_ids"].astype(np.int64))[None]
-        forced.clear()
-        if spec["routing_replay"] and "routed_experts" in lease and len(np.unique(lease["version_spans"][:, :2], axis=0)) == 1:
-            routes = torch.tensor(lease["routed_experts"].astype(np.int64))
-            first = ids.shape[1] - 1 - len(routes)
-            forced.update({layer: (first, routes[:, layer]) for layer in range(routes.shape[1])})
-        logits = model(ids, use_cache=False).logits[0, :-1] / float(lease["temperature"])
-        every = logits.log_softmax(-1)
-        return every.gather(1, ids[0, 1:, None])[:, 0], -(every.exp() * every).sum(-1)
-
-    arrays: dict[str, np.ndarray] = {}
-    reports = []
-    for step, request in enumerate(requests):
-        for mini_batch in request["mini_batches"]:
-            rows = [row for ranks in mini_batch["ranks"] for micro in ranks for row in micro]
-            optimizer.zero_grad()
-            total, count, entropy_sum, row_count = torch.zeros(()), 0, 0.0, 0
-            for row in rows:
-                lease = open_store(row["rollout"]["location"]).open(PlanRow(**row).rollout.ref())
-                chosen = torch.tensor(np.flatnonzero(lease["response_mask"]))
-                log_probs, entropy = row_log_probs(row)
-                if step == 0:
-                    arrays[f"log_probs/{row['row_id']}"] = log_probs.detach().numpy()
-                log_ratio = log_probs[chosen] - torch.tensor(lease["rollout_log_probs"][chosen.numpy()])
-                gain = row_gain(loss_spec, log_ratio, log_probs[chosen], row["advantage"])
-                gain = gain + loss_spec["entropy_bonus"] * entropy[chosen]
-                total = total - (gain.mean() if loss_spec["aggregation"] == "sequence_mean_token_mean" else gain.sum())
-                count += len(chosen)
-                row_count += 1
-                entropy_sum += float(entropy[chosen].sum())
-            loss = total / {"token_mean": count, "constant": loss_spec["divisor"]}.get(loss_spec["aggregation"], row_count)
-            loss.backward()
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), opt["grad_clip"])
-            for group in optimizer.param_groups:
-                group["lr"] = request["lr"]
-            optimizer.step()
-        reports.append({"loss": float(loss), "grad_norm": float(norm), "entropy": entropy_sum / count, "tokens": count})
-        arrays |= {f"gradients/{step}/{saved}": part.numpy().copy() for name, p in names.items() for saved, part in as_saved(name, p.grad)}
-    arrays |= {f"weights/{saved}": part.numpy() for name, p in names.items() for saved, part in as_saved(name, p.detach())}
-    np.savez(out, allow_pickle=False, **arrays)
-    return {"reports": reports}
-
-
-def force_routes(model: Any) -> dict[int, tuple[int, torch.Tensor]]:
-    """The experts of each layer's tokens from a first position on, [tokens, k], for a row to come: the result is to be filled with them."""
-    forced: dict[int, tuple[int, torch.Tensor]] = {}
-
-    def choose(layer: int, router: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        logits = hidden.reshape(-1, hidden.shape[-1]) @ router.weight.T
-        chosen = logits.detach().topk(router.top_k, dim=-1).indices
-        if layer in forced:
-            first, experts = forced[layer]
-            chosen[first : first + len(experts)] = experts
-        weights = logits.softmax(-1).gather(1, chosen)
-        return logits, weights / weights.sum(-1, keepdim=True) if router.norm_topk_prob else weights, chosen
-
-    for layer, block in enumerate(model.model.layers):
-        if isinstance(router := getattr(block.mlp, "gate", None), Qwen3MoeTopKRouter):
-            router.forward = partial(choose, layer, router)  # type: ignore[method-assign]
-    return forced
-
-
-def as_saved(name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-    """In memory transformers has all of a layer's experts in two tensors; in a checkpoint they are one by one."""
-    if name.endswith("experts.gate_up_proj"):
-        stem, halves = name.removesuffix("gate_up_proj"), [expert.chunk(2) for expert in tensor]
-        return [(f"{stem}{i}.{half}_proj.weight", part) for i, parts in enumerate(halves) for half, part in zip(("gate", "up"), parts)]  # noqa: B905
-    if name.endswith("experts.down_proj"):
-        return [(f"{name.removesuffix('down_proj')}{i}.down_proj.weight", expert) for i, expert in enumerate(tensor)]
-    return [(name, tensor)]
-
-
-def row_gain(loss: dict[str, Any], log_ratio: torch.Tensor, log_probs: torch.Tensor, advantage: float) -> torch.Tensor:
-    """What each token of one row is to gain, by the papers' formulas; GSPO's is the same number at each."""
-    ratio = log_ratio.mean().exp().expand(len(log_ratio)) if loss["policy"] == "gspo" else log_ratio.exp()
-    bounded = torch.clip(ratio, 1 - loss["clip_low"], 1 + loss["clip_high"])
-    if loss["policy"] == "cispo":
-        return bounded.detach() * advantage * log_probs
-    gain = torch.minimum(ratio * advantage, bounded * advantage)
-    if loss["policy"] == "dual_clip" and advantage < 0:
-        return torch.clip(gain, min=loss["dual_clip"] * advantage)
-    return gain
-
-
 def layout(spec: dict[str, Any], requests: list[dict[str, Any]], out: str) -> dict[str, Any]:
     """The product's steps, on as many forked ranks as the spec has."""
     facts = TrainerSpec.model_validate(spec)
@@ -243,22 +139,24 @@ def _layout_rank(facts: TrainerSpec, names: dict[str, Any], requests: list[dict[
     torch.set_num_threads(1)
     cpu.enter_mode()
     group = Group(facts)
-    model = build(facts, group, facts.model_path)
-    stepper = Stepper(facts, group, model, lambda: None)
+    model = begin(facts, group, facts.model_path)
+    stepper = Stepper(facts, group, model, policy_loss(facts, group), lambda: None)
     arrays: dict[str, np.ndarray] = {}
     if requests:
         rows = {row.row_id: row for mini in TrainRequest(**requests[0]).mini_batches for row in mini.rows()}
         arrays |= {f"log_probs/{row_id}": np.array(values) for row_id, values in stepper.log_probs(list(rows.values())).items()}
     reports = []
+    parts = {"": model} | ({"critic.": model.critic} if model.critic else {})
     for step, request in enumerate(requests):
         reports.append(stepper.train(TrainRequest(**request)).model_dump())
-        weights = [(p, p.detach().clone()) for p in model.chunk.parameters()]
-        for parameter, _ in weights:
-            parameter.data.copy_(parameter.main_grad)
-        arrays |= {f"gradients/{step}/{name}": tensor.numpy().copy() for name, tensor in export.hf_tensors(model)}
-        for parameter, weight in weights:
-            parameter.data.copy_(weight)
-    exported = [(name, tensor.numpy().copy()) for name, tensor in export.hf_tensors(model)]
+        for prefix, part in parts.items():
+            weights = [(p, p.detach().clone()) for p in part.chunk.parameters()]
+            for parameter, _ in weights:
+                parameter.data.copy_(parameter.main_grad)
+            arrays |= {f"gradients/{step}/{prefix}{name}": tensor.numpy().copy() for name, tensor in export.hf_tensors(part)}
+            for parameter, weight in weights:
+                parameter.data.copy_(weight)
+    exported = [(prefix + name, tensor.numpy().copy()) for prefix, part in parts.items() for name, tensor in export.hf_tensors(part)]
     assert len(exported) == len(dict(exported)), "each name once, tied embeddings over pipeline stages included"
     arrays |= {f"weights/{name}": array for name, array in exported}
     if group.rank == 0:
