@@ -64,7 +64,6 @@ _RECOMPUTE: dict[str, dict[str, Any]] = {
 }
 
 VALUE_HEAD = "value_head.weight"
-_NUMBERED = re.compile(r"\.(layers|experts)\.\d+\.")
 _DENSE_IN_SPARSE = {
     "mlp.linear_fc1.weight": [f"model.layers.{{layer_number}}.mlp.{name}_proj.weight" for name in ("gate", "up")],
     "mlp.linear_fc1.layer_norm_weight": ["model.layers.{layer_number}.post_attention_layernorm.weight"],
@@ -428,13 +427,13 @@ def _unmatched_tensors(bridge: Any, model: torch.nn.Module, model_path: Path) ->
     there = set(SafeTensorIO(str(model_path)).load_hf_weight_names())
     local = bridge._weight_name_mapping_mcore_local_to_global(model).values()
     wanted = {name for parameter in local for name in bridge._weight_name_mapping_mcore_to_hf(parameter)}
-    # A rank has some of the layers and experts only, and a stage perhaps layers of one kind only: asked is what no rank has a kind of.
+    # A stage has some of the layers only, and a rank some of the experts.
     of_all: list[set[str]] = [set() for _ in range(dist.get_world_size())]
-    dist.all_gather_object(of_all, {_NUMBERED.sub(r".\1.*.", name) for name in wanted})
-    kinds = set().union(*of_all, bridge._DIRECT_MAPPING.values(), {"lm_head.weight"})
+    dist.all_gather_object(of_all, wanted)
     if missing := sorted(wanted - there):
         return f"it lacks {', '.join(missing[:5])}"
-    surplus = sorted(name for name in there if _NUMBERED.sub(r".\1.*.", name) not in kinds and not name.endswith("inv_freq"))
+    taken = set().union(*of_all, bridge._DIRECT_MAPPING.values(), {"lm_head.weight"})
+    surplus = sorted(name for name in there - taken if not name.endswith("inv_freq"))
     return f"nothing takes {', '.join(surplus[:5])}" if surplus else None
 
 
