@@ -20,8 +20,8 @@ ROWS = "".join(
 
 @pytest.mark.slow
 def test_A1_A2_a_run_goes_on_in_another_layout_after_every_restart_and_accounts_for_all(tmp_path: Path) -> None:
-    """One rank, saved at SIGTERM; then two tensor-parallel ranks that share what the optimizer keeps, killed with batches to replay; then
-    two data-parallel ranks, for which the pending plan is made anew, to the end."""
+    """One rank, saved at SIGTERM; then two tensor-parallel ranks, killed with batches to replay; then two data-parallel ranks, for which
+    the pending plan is made anew, to the end."""
     service = ServiceUnderTest(
         tmp_path / "run", f"stop.batches={BATCHES}", f"batch.samples={SAMPLES}", f"rollout.n={N}", "checkpoint.every=3"
     )
@@ -33,14 +33,14 @@ def test_A1_A2_a_run_goes_on_in_another_layout_after_every_restart_and_accounts_
         held = newest(service.directory / "checkpoints")
         assert held is not None and held.meta.layout["tp"] == 1
 
-        service.up("trainer.tp=2", "trainer.distributed_optimizer=true", "trainer.sequence_parallel=true")
+        service.up("trainer.tp=2", "trainer.sequence_parallel=true")
         status = service.wait(lambda s: s["trained_version"] >= held.trained_version + 4, "four batches on two tensor-parallel ranks")
         assert status["epoch"] == 0, "the checkpoint of the other layout was resumed, not made again"
         service.kill()
         other = newest(service.directory / "checkpoints")
         assert other is not None and other.meta.layout["tp"] == 2 and other.trained_version > held.trained_version
 
-        service.up("trainer.dp=2")
+        service.up("trainer.dp=2", "trainer.distributed_optimizer=true")
         status = service.wait(lambda s: s["state"] == "finished", "the end")
         assert status["trained_version"] == status["committed_version"] == BATCHES
         counted = status["trajectories"]

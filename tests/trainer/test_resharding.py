@@ -70,6 +70,17 @@ def test_any_layout_resumes_from_any_other_bit_for_bit_and_takes_the_step_that_w
         assert_bit_equal(held(resumed, "weights"), held(on, "weights"))
 
 
+def test_a_second_model_has_its_own_weights_state_and_steps_in_the_same_checkpoint(
+    lab: Any, rows: Any, make_spec: MakeSpec, plan: Any, tmp_path: Path
+) -> None:
+    requests = [plan(i, [dealt(rows.ragged(85 + i, 6), 1, 2)]) for i in range(2)]
+    saved = lab.layout(make_spec("qwen3_odd", optimizer=ADAM, tp=2), requests, save=tmp_path, second=True)
+    resumed = lab.layout(make_spec("qwen3_odd", optimizer=ADAM), [], resume=tmp_path / "step_00000002")
+    assert_bit_equal(held(resumed, "resumed"), held(saved, "saved"))
+    assert_bit_equal(held(resumed, "second"), held(saved, "second"))
+    assert (resumed.arrays["resumed/steps"], resumed.arrays["second/steps"]) == (2, 1)
+
+
 @pytest.mark.parametrize("shard_bytes", [30_000, 1])
 def test_files_of_bounded_size_and_their_index_load_in_transformers_and_resume(
     lab: Any, rows: Any, make_spec: MakeSpec, plan: Any, tmp_path: Path, shard_bytes: int

@@ -63,6 +63,19 @@ def test_M2_two_steps_with_any_switch_equal_plain_torch(
     errors = {kind: found.error(expected, kind) for kind in ("gradients", "weights") if found.named(kind)}
     print(f"\n{layout} {switches}: log-probs {found.distance(expected, 'log_probs'):.1e}, {errors}")
     assert_equal_steps(found, expected, gradients=not spec.distributed_optimizer)
+    assert_switched(spec, requests, found.seen)
+
+
+def assert_switched(spec: TrainerSpec, requests: list[Any], seen: dict[str, int]) -> None:
+    """The same numbers could come from a switch that is not connected."""
+    micro_batches = sum(len(mini_batch.ranks[0]) for request in requests for mini_batch in request.mini_batches)
+    calls = micro_batches * 2 // spec.pp
+    assert seen["layer_calls"] == calls * (2 if spec.recompute == "full" else 1)
+    assert seen["attention_calls"] == calls * (1 if spec.recompute == "none" else 2)
+    rows = {kind: seen[f"{kind}_rows"] / seen[f"{kind}_calls"] for kind in ("layer", "attention")}
+    assert rows["layer"] * (spec.tp if spec.sequence_parallel else 1) == rows["attention"]
+    share = seen["state"] / (2 * seen["parameters"])  # two moments, and a step count each
+    assert share == pytest.approx(1 / (spec.dp * spec.cp) if spec.distributed_optimizer else 1.0, rel=0.05)
 
 
 BF16_QUICK: list[tuple[str, dict[str, Any]]] = [("1111", {})]
