@@ -9,10 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from trainer.spec import LossSpec
 
@@ -175,33 +173,3 @@ def _sums(losses: torch.Tensor, clipped: torch.Tensor, tokens: Tokens, same_weig
     highest = (float(ratio.max()), float(gap.max()) if len(gap) else -torch.inf)
     kl = float((ratio - 1.0 - log_ratio).sum())
     return Sums(torch.tensor([*total, kl], dtype=torch.float64), torch.tensor(highest, dtype=torch.float64))
-
-
-class _VocabEntropy(torch.autograd.Function):
-    """H = log Z - sum p z, and dH/dz = -p (log p + H): local once Z and H are known."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, group: Any) -> torch.Tensor:
-        shift = logits.detach().amax(-1, keepdim=True)
-        dist.all_reduce(shift, op=dist.ReduceOp.MAX, group=group)
-        shifted = logits - shift
-        weights = shifted.exp()
-        sums = torch.stack([weights.sum(-1), (weights * shifted).sum(-1)])
-        dist.all_reduce(sums, group=group)
-        entropy = sums[0].log() - sums[1] / sums[0]
-        if ctx.needs_input_grad[0]:
-            # A tensor of its own, for the caller may overwrite the logits.
-            ctx.save_for_backward(weights / sums[0][:, None], entropy)
-        return entropy
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        probability, entropy = ctx.saved_tensors
-        slope = -(torch.special.xlogy(probability, probability) + probability * entropy[:, None])
-        return slope * gradients[0][:, None], None
-
-
-def vocab_entropy(logits: torch.Tensor, group: Any) -> torch.Tensor:
-    """Entropy of softmax(logits) when the vocabulary is split over `group`. [n, V / tp] -> [n]"""
-    entropy: torch.Tensor = _VocabEntropy.apply(logits, group)
-    return entropy

@@ -23,17 +23,15 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
 from trainer.group import Group
-from trainer.loss import Sums, Tokens, denominator, loss_sums, units, vocab_entropy
+from trainer.loss import Sums, Tokens, denominator, loss_sums, units
 from trainer.model import Model
 from trainer.rows import Pack, Row, Unreadable, open_row, pack
 from trainer.spec import TrainerSpec
+from trainer.vocabulary import token_log_probs
 from trainer.wire import PlanRow, TrainReport, TrainRequest
 
-_NEVER = -1e30
-"""A logit of probability 0. Not infinite: 0 times infinity is NaN in an entropy."""
 NO_TOKEN = "no token to train: every mask is empty or every advantage is 0"
 
 
@@ -146,7 +144,7 @@ class Stepper:
 
     def _loss(self, count: float, sampler: tuple[int, int] | None, rows: list[Row], packed: Pack, output: torch.Tensor) -> Any:
         """(loss over the global count, no count for Megatron to divide by, this micro-batch's sums)."""
-        log_probs, entropy = self._token_log_probs(packed, output, with_entropy=True)
+        log_probs, entropy = self._token_log_probs(packed, output)
         length = torch.tensor([len(row.trained) for row in rows], dtype=torch.int64)
         tokens = Tokens(log_probs, packed.behaviour, packed.advantage, entropy, packed.row, length)
         same = torch.tensor([row.sampled_by(sampler) for row in rows], dtype=torch.bool)[packed.row]
@@ -166,7 +164,7 @@ class Stepper:
 
         def place(batch: list[Row], packed: Pack, output: torch.Tensor, non_loss_data: bool = True) -> None:
             starts = torch.tensor([start_of[row.row_id] for row in batch])
-            log_probs, _ = self._token_log_probs(packed, output, with_entropy=False)
+            log_probs, _ = self._token_log_probs(packed, output)
             flat[starts[packed.row] + packed.slot] = log_probs.double()
 
         with torch.no_grad():
@@ -187,17 +185,11 @@ class Stepper:
             batches[-1].append(row)
         return batches
 
-    def _token_log_probs(self, packed: Pack, output: torch.Tensor, with_entropy: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """output [1, n, V / tp] -> log-probs [n] of the wanted tokens and entropies [n], both at the row's temperature."""
-        logits = output[0].float() / packed.temperature[:, None]
-        # The vocabulary is padded to the tensor-parallel ranks: what stands beyond it is no token.
-        real = self._model.hf_config.vocab_size - self._group.tp_rank * logits.shape[1]
-        if real < logits.shape[1]:
-            logits[:, max(real, 0) :] = _NEVER
-        steered = logits if self._spec.loss.entropy_bonus else logits.detach()
-        entropy = vocab_entropy(steered, self._group.tp_group) if with_entropy else torch.empty(0)
-        # Overwrites its logits, so it comes last.
-        return -vocab_parallel_cross_entropy(logits[:, None], packed.target[:, None])[:, 0], entropy
+    def _token_log_probs(self, packed: Pack, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """output [1, n, V / tp], used up -> log-probs [n] of the wanted tokens and entropies [n], both at the row's temperature."""
+        logits, steered = output.flatten(0, 1).float(), self._spec.loss.entropy_bonus != 0.0
+        vocab_size = self._model.hf_config.vocab_size
+        return token_log_probs(logits, packed.target, packed.temperature, vocab_size, self._group.tp_group, steered)
 
     def _forward_backward(self, share: list[list[Row]], loss: Callable[..., Any]) -> list[Sums]:
         return self._run(share, loss, lambda row: row.trained, forward_only=False)
