@@ -164,6 +164,14 @@ def test_bf16_resumes_from_the_fp32_weights_behind_it(continued: Any, layout: st
         assert_bit_equal(held(resumed, "weights"), held(on, "weights"))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["1112", "1112d"])
+def test_experts_in_bf16_resume_bit_for_bit(continued: Any, layout: str) -> None:
+    saved, on, resumed = continued(layout, layout, model="qwen3_moe", experts=(2, 2), **BF16)
+    assert_bit_equal(held(resumed, "resumed"), held(saved, "saved"))
+    assert_bit_equal(held(resumed, "weights"), held(on, "weights"))
+
+
 @pytest.mark.parametrize(("dtype", "other"), [("bfloat16", "float32"), ("float32", "bfloat16")])
 def test_a_run_may_change_its_dtype_between_two_starts(
     lab: Any, rows: Any, make_spec: MakeSpec, plan: Any, tmp_path: Path, dtype: str, other: str
