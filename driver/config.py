@@ -314,14 +314,11 @@ def _check_files(config: RunConfig, base: Path) -> RunConfig:
     for task_type, scorer in config.reward.scorers.items():
         if scorer.function and ":" not in scorer.function:
             raise ConfigError(f"reward.scorers.{task_type}.function {scorer.function!r}: write it as path/file.py:name or module:name")
-        if scorer.function and ".py:" in scorer.function:
-            file, _, attribute = scorer.function.rpartition(":")
-            resolved = (base / file).resolve()
-            if not resolved.is_file():
-                raise ConfigError(f"reward.scorers.{task_type}.function: there is no file {resolved}")
-            _check_name(resolved, attribute, f"reward.scorers.{task_type}.function")
-            scorer = scorer.model_copy(update={"function": f"{resolved}:{attribute}"})
+        if scorer.function:
+            found = _located(scorer.function, base, f"reward.scorers.{task_type}.function")
+            scorer = scorer.model_copy(update={"function": found})
         scorers[task_type] = scorer
+    policy = _located(trainer.loss.policy, base, "trainer.loss.policy")
     _check_store(config, model_path)
     data = (base / config.data).resolve() if config.data else None
     if data and not data.is_file():
@@ -330,11 +327,24 @@ def _check_files(config: RunConfig, base: Path) -> RunConfig:
     return config.model_copy(
         update={
             "model": ModelConfig(path=model_path),
+            "trainer": trainer.model_copy(update={"loss": trainer.loss.model_copy(update={"policy": policy})}),
             "reward": config.reward.model_copy(update={"scorers": scorers}),
             "data": data,
             "service": config.service.model_copy(update={"data_roots": roots}),
         }
     )
+
+
+def _located(name: str, base: Path, where: str) -> str:
+    """A user's function by the absolute path of its file; any other name as it is."""
+    file, _, attribute = name.rpartition(":")
+    if not file.endswith(".py"):
+        return name
+    resolved = (base / file).resolve()
+    if not resolved.is_file():
+        raise ConfigError(f"{where}: there is no file {resolved}")
+    _check_name(resolved, attribute, where)
+    return f"{resolved}:{attribute}"
 
 
 def _check_name(file: Path, name: str, where: str) -> None:
