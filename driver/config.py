@@ -19,7 +19,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from trainer.layout import misfit
-from trainer.spec import LossSpec
+from trainer.loss_spec import CriticSpec, LossSpec, check_critic
 
 
 class ConfigError(ValueError):
@@ -96,16 +96,26 @@ class RewardConfig(_Section):
 class LossConfig(LossSpec):
     """The trainer's loss, and the advantage that goes into it."""
 
-    advantage: Literal["group_mean", "dr_grpo", "grpo", "rloo", "reinforce_pp"] = Field(
+    advantage: Literal["group_mean", "dr_grpo", "grpo", "rloo", "reinforce_pp", "length_aware"] = Field(
         "group_mean",
         description="group_mean, dr_grpo: reward - the group's mean; grpo: also over the group's std; rloo: reward - the others' mean; "
-        "reinforce_pp: reward - the group's mean, over the whole batch's std",
+        "reinforce_pp: reward - the group's mean, over the whole batch's std; length_aware: reward - the mean weighted by length",
     )
 
     @property
     def spec(self) -> LossSpec:
         """What the trainer is told: all but the advantage, which the plan carries as numbers."""
         return LossSpec.model_validate(self.model_dump(exclude={"advantage"}))
+
+
+class CriticConfig(CriticSpec):
+    """PPO's critic. With one, advantages are made per token from the leaf's score, and `loss.advantage` is not used."""
+
+    learning_rate: float = Field(1e-3, gt=0, description="follows the schedule of trainer.learning_rate")
+
+    @property
+    def spec(self) -> CriticSpec:
+        return CriticSpec.model_validate(self.model_dump(exclude={"learning_rate"}))
 
 
 class TrainerConfig(_Section):
@@ -125,8 +135,14 @@ class TrainerConfig(_Section):
     weight_decay: float = Field(0.0, ge=0)
     grad_clip: float = Field(1.0, gt=0)
     loss: LossConfig = LossConfig()
+    critic: CriticConfig | None = Field(None, description="a value model beside the policy; {} takes the defaults")
     threads_per_rank: int = Field(1, ge=1)
     step_deadline_s: float = Field(600.0, gt=0, description="a training call without an answer for this long: the group is restarted")
+
+    @model_validator(mode="after")
+    def _a_critic_that_fits(self) -> TrainerConfig:
+        check_critic(self.loss, self.critic)
+        return self
 
     def learning_rate_at(self, batch_id: int, last_batch: int | None) -> float:
         """The rate of a batch, from its id alone, so that a restart or a replay gets the same one."""
@@ -312,13 +328,10 @@ def _check_files(config: RunConfig, base: Path) -> RunConfig:
         raise ConfigError(f"trainer: {why}")
     scorers = {}
     for task_type, scorer in config.reward.scorers.items():
-        if scorer.function and ":" not in scorer.function:
-            raise ConfigError(f"reward.scorers.{task_type}.function {scorer.function!r}: write it as path/file.py:name or module:name")
         if scorer.function:
-            found = _located(scorer.function, base, f"reward.scorers.{task_type}.function")
-            scorer = scorer.model_copy(update={"function": found})
+            function = _own_function(scorer.function, base, f"reward.scorers.{task_type}.function")
+            scorer = scorer.model_copy(update={"function": function})
         scorers[task_type] = scorer
-    policy = _located(trainer.loss.policy, base, "trainer.loss.policy")
     _check_store(config, model_path)
     data = (base / config.data).resolve() if config.data else None
     if data and not data.is_file():
@@ -327,19 +340,39 @@ def _check_files(config: RunConfig, base: Path) -> RunConfig:
     return config.model_copy(
         update={
             "model": ModelConfig(path=model_path),
-            "trainer": trainer.model_copy(update={"loss": trainer.loss.model_copy(update={"policy": policy})}),
             "reward": config.reward.model_copy(update={"scorers": scorers}),
+            "trainer": _trainer_files(trainer, base),
             "data": data,
             "service": config.service.model_copy(update={"data_roots": roots}),
         }
     )
 
 
-def _located(name: str, base: Path, where: str) -> str:
-    """A user's function by the absolute path of its file; any other name as it is."""
-    file, _, attribute = name.rpartition(":")
+def _trainer_files(trainer: TrainerConfig, base: Path) -> TrainerConfig:
+    loss, critic = trainer.loss, trainer.critic
+    if loss.own_policy:
+        loss = loss.model_copy(update={"policy": _own_function(loss.policy, base, "trainer.loss.policy")})
+    if loss.kl.reference is not None:
+        path = _model_directory(base / loss.kl.reference, "trainer.loss.kl.reference")
+        loss = loss.model_copy(update={"kl": loss.kl.model_copy(update={"reference": path})})
+    if critic is not None and critic.model_path is not None:
+        critic = critic.model_copy(update={"model_path": _model_directory(base / critic.model_path, "trainer.critic.model_path")})
+    return trainer.model_copy(update={"loss": loss, "critic": critic})
+
+
+def _model_directory(path: Path, where: str) -> Path:
+    if not (path / "config.json").is_file():
+        raise ConfigError(f"{where} {path.resolve()} is no Hugging Face checkpoint directory: it has no config.json")
+    return path.resolve()
+
+
+def _own_function(target: str, base: Path, where: str) -> str:
+    """The user's function with its file's whole path. Nothing of the user's is run here."""
+    if ":" not in target:
+        raise ConfigError(f"{where} {target!r}: write it as path/file.py:name or module:name")
+    file, _, attribute = target.rpartition(":")
     if not file.endswith(".py"):
-        return name
+        return target
     resolved = (base / file).resolve()
     if not resolved.is_file():
         raise ConfigError(f"{where}: there is no file {resolved}")

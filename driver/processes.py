@@ -207,6 +207,7 @@ class Processes:
                 routing_replay=trainer.routing_replay,
                 seed=config.seed,
                 loss=trainer.loss.spec,
+                critic=trainer.critic.spec if trainer.critic is not None else None,
                 optimizer=OptimizerSpec(
                     betas=trainer.betas, eps=trainer.eps, weight_decay=trainer.weight_decay, grad_clip=trainer.grad_clip
                 ),

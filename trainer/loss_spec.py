@@ -5,10 +5,11 @@ The formulas are in `trainer/loss.py` (per token, with gradients) and `trainer/t
 
 from __future__ import annotations
 
+import difflib
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 POLICIES = ("ppo_clip", "dual_clip", "gspo", "cispo", "decoupled_ppo")
 
@@ -84,12 +85,17 @@ class LossSpec(Strict):
         """Whether the policy loss is the user's function."""
         return ":" in self.policy
 
+    @field_validator("policy")
+    @classmethod
+    def _known(cls, policy: str) -> str:
+        if policy in POLICIES or ":" in policy:
+            return policy
+        near = difflib.get_close_matches(policy, POLICIES, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}?" if near else f"choose {', '.join(POLICIES)}."
+        raise ValueError(f"policy {policy!r} is not known: {hint} A function of your own is written path/file.py:name")
+
     @model_validator(mode="after")
     def _fits_together(self) -> LossSpec:
-        if not self.own_policy and self.policy not in POLICIES:
-            raise ValueError(
-                f"policy {self.policy!r} is not known: choose {', '.join(POLICIES)}, or name your function as path/file.py:name"
-            )
         if (self.aggregation == "constant") != (self.divisor is not None):
             raise ValueError("aggregation constant needs a divisor, and only it: set both or neither; Dr. GRPO's is rows x max_new_tokens")
         if self.policy == "gspo" and not {"clip_low", "clip_high"} <= self.model_fields_set:

@@ -33,7 +33,7 @@ from transformers.utils.logging import disable_progress_bar  # noqa: E402
 from store import EmbeddedStore  # noqa: E402
 from trainer import export  # noqa: E402
 from trainer.group import Group  # noqa: E402
-from trainer.loss_spec import LossSpec  # noqa: E402
+from trainer.loss_spec import KLSpec, LossSpec  # noqa: E402
 from trainer.main import die_with_parent  # noqa: E402
 from trainer.models import begin, policy_loss  # noqa: E402
 from trainer.selfcheck_splits import COMPANY, CUT, Finding, log_ratios  # noqa: E402
@@ -57,8 +57,9 @@ Arrays = dict[str, np.ndarray]
 
 def check(loss: LossSpec, count: int, seed: int, say: Callable[[str], None]) -> list[Finding]:
     """Gradients and weights after a step, for each layout. Raises ValueError for a loss that cannot be trained with."""
-    # The reference is the model itself here: a real one has another vocabulary.
-    loss = loss.model_copy(update={"kl": loss.kl.model_copy(update={"reference": None})})
+    # The reference is the model itself here: a real one has another vocabulary. A penalty on the reward is a critic's affair.
+    kl = KLSpec() if loss.kl.where == "reward" else loss.kl.model_copy(update={"reference": None})
+    loss = loss.model_copy(update={"kl": kl})
     with _workplace(loss, seed) as (spec, store):
         rng = np.random.default_rng(seed)
         drawn = [_columns(rng) for _ in range(count)]

@@ -10,7 +10,7 @@ import yaml
 
 from driver.advantage import ADVANTAGES
 from driver.config import ConfigError, LossConfig, ServiceConfig, load_config
-from trainer.spec import LossSpec
+from trainer.loss_spec import CriticSpec, LossSpec
 
 ROOT = Path(__file__).parents[2]
 MODEL = str(ROOT / "examples/sort_digits/base")
@@ -29,10 +29,21 @@ def write(tmp_path: Path, **sections: object) -> Path:
         ({"rollout": {"enginez": 2}}, ["'rollout.enginez'", "'engine'"]),
         ({"rollout": {"sampling": {"temprature": 1.0}}}, ["'rollout.sampling.temprature'", "'temperature'"]),
         ({"trainer": {"loss": {"clip_hi": 0.3}}}, ["'trainer.loss.clip_hi'", "'clip_high'"]),
-        ({"trainer": {"loss": {"policy": "grpo"}}}, ["trainer.loss.policy", "'ppo_clip', 'dual_clip', 'gspo' or 'cispo'"]),
+        ({"trainer": {"loss": {"policy": "grpo"}}}, ["trainer.loss.policy", "'grpo' is not known: did you mean 'gspo'?"]),
         ({"trainer": {"loss": {"policy": "gspo"}}}, ["trainer.loss", "set clip_low and clip_high"]),
         ({"trainer": {"loss": {"aggregation": "constant"}}}, ["trainer.loss", "needs a divisor"]),
         ({"trainer": {"loss": {"advantage": "gae"}}}, ["trainer.loss.advantage", "'rloo'"]),
+        ({"trainer": {"loss": {"policy": "nowhere.py:mine"}}}, ["trainer.loss.policy", "there is no file", "nowhere.py"]),
+        (
+            {"trainer": {"loss": {"policy": f"{ROOT}/examples/sort_digits/reward.py:scor"}}},
+            ["trainer.loss.policy", "has no 'scor'", "'score'"],
+        ),
+        ({"trainer": {"loss": {"correction": {"wait": "token"}}}}, ["'trainer.loss.correction.wait'", "'weight'"]),
+        ({"trainer": {"loss": {"correction": {"weight": "token"}}}}, ["trainer.loss", "old_log_probs: recomputed"]),
+        ({"trainer": {"loss": {"kl": {"reference": "nowhere"}}}}, ["trainer.loss.kl.reference", "no config.json"]),
+        ({"trainer": {"loss": {"kl": {"coefficient": 0.1, "where": "reward"}}}}, ["trainer", "needs a critic", "kl.where: loss"]),
+        ({"trainer": {"critic": {"targets": "vtrace"}}}, ["trainer", "loss.old_log_probs: recomputed"]),
+        ({"trainer": {"critic": {"model_path": "nowhere"}}}, ["trainer.critic.model_path", "no config.json"]),
         ({"rollout": {"sampling": {"top_p": 0.9}}}, ["unknown key 'rollout.sampling.top_p'"]),
         ({"rollout": {"sampling": {"temperature": 0.0}}}, ["rollout.sampling.temperature", "greater than 0"]),
         ({"rollout": {"n": 1}}, ["min_group", "exceeds rollout.n"]),
@@ -68,8 +79,18 @@ def test_every_choice_of_the_loss_reaches_the_trainer_and_every_advantage_can_be
     for kind in ADVANTAGES:
         config = load_config(write(tmp_path, trainer={"loss": {**loss, "advantage": kind}})).trainer.loss
         assert config.advantage == kind
-        assert type(config.spec) is LossSpec and config.spec.model_dump() == loss
+        assert type(config.spec) is LossSpec and config.spec == LossSpec.model_validate(loss)
     assert get_args(LossConfig.model_fields["advantage"].annotation) == tuple(ADVANTAGES)
+
+
+def test_a_function_of_the_user_s_and_other_models_are_found_beside_the_configuration(tmp_path):
+    (tmp_path / "mine.py").write_text("def loss(tokens, spec): ...")
+    (tmp_path / "older").symlink_to(MODEL)
+    trainer = {"loss": {"policy": "mine.py:loss", "params": {"x": 0.5}, "kl": {"coefficient": 0.1, "reference": "older"}}}
+    config = load_config(write(tmp_path, trainer={**trainer, "critic": {"model_path": "older", "learning_rate": 0.1}})).trainer
+    assert config.loss.policy == f"{tmp_path}/mine.py:loss" and config.loss.params == {"x": 0.5}
+    assert config.loss.kl.reference == config.critic.model_path == Path(MODEL).resolve()
+    assert config.critic.spec == CriticSpec(model_path=Path(MODEL).resolve())
 
 
 def test_files_that_are_no_configuration_are_refused(tmp_path):

@@ -1,6 +1,7 @@
 """What is prepared once a batch, the KL penalty, the corrections and the critic, through Megatron-core against plain torch.
 
-The first batch has one mini-batch, and its metrics are compared; the second has two, so that the old log-probs are no longer the current ones.
+The first batch has one mini-batch, and its metrics are compared; the second has two, so that the old log-probs are not the current ones
+any more.
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ def drawn(rows: Any, seed: int, count: int) -> list[PlanRow]:
 def requests(rows: Any, plan: Any, dp: int) -> list[Any]:
     first, second = drawn(rows, 61, 8), drawn(rows, 62, 8)
     return [
-        plan(0, [dealt(first, dp, 3)], 3e-3).model_copy(update={"critic_lr": 3e-3}),
-        plan(1, [dealt(second[:4], dp, 2), dealt(second[4:], dp, 3)], 3e-3).model_copy(update={"critic_lr": 3e-3}),
+        plan(0, [dealt(first, dp, 3)], 1e-3).model_copy(update={"critic_lr": 1e-3}),
+        plan(1, [dealt(second[:4], dp, 2), dealt(second[4:], dp, 3)], 1e-3).model_copy(update={"critic_lr": 1e-3}),
     ]
 
 
