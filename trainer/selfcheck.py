@@ -50,7 +50,11 @@ def check_loss(spec: LossSpec, count: int, seed: int, layouts: bool, out: Consol
     out.print(_table(findings))
     broken = [finding for finding in findings if not finding.ok]
     if not broken:
-        out.print(f"{spec.policy} is invariant" + ("" if layouts else " in float64; the layouts were not asked for"), highlight=False, soft_wrap=True)
+        out.print(
+            f"{spec.policy} is invariant" + ("" if layouts else " in float64; the layouts were not asked for"),
+            highlight=False,
+            soft_wrap=True,
+        )
         return INVARIANT
     if not sound and layouts:
         out.print("the layouts were not tried: what fails without a model fails with one")

@@ -123,16 +123,17 @@ def _make_model(path: Path, seed: int) -> Path:
     """Two layers of random weights in the shape of Qwen3, as transformers writes them."""
     disable_progress_bar()
     torch.manual_seed(seed)
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
     config = Qwen3Config(
         vocab_size=VOCABULARY,
         hidden_size=64,
         intermediate_size=96,
         num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
         max_position_embeddings=256,
         initializer_range=0.1,
         tie_word_embeddings=True,
-        **heads,
     )
     Qwen3ForCausalLM(config).save_pretrained(path)
     (path / "tokenizer_config.json").write_text("{}")
@@ -238,5 +239,5 @@ def _rank(
             parameter.data.copy_(parameter.main_grad)  # exported in their place; this process ends after it
         arrays |= {f"gradients/{name}": tensor.numpy().copy() for name, tensor in export.hf_tensors(model)}
     if group.rank == 0:
-        np.savez(out, allow_pickle=False, **arrays)  # type: ignore[arg-type]
+        np.savez(out, allow_pickle=False, **arrays)
     group.agree()

@@ -1,4 +1,4 @@
-"""A policy loss of one's own: `headrace selfcheck loss examples/own_loss/loss.py:soft_clip` says whether any split and layout agree on it."""
+"""A policy loss of one's own. Check it: headrace selfcheck loss examples/own_loss/loss.py:soft_clip"""
 
 import torch
 
