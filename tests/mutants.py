@@ -213,7 +213,9 @@ def _print(verdicts: list[Verdict]) -> None:
         table.add_row(found.mutant.name, " ".join(found.mutant.faults), mark, found.words.replace("[", r"\["))
     out.print(table)
     left = sum(not found.killed for found in verdicts)
-    out.print(f"{len(verdicts) - left} of {len(verdicts)} killed in {sum(found.seconds for found in verdicts):.0f} s of tests", highlight=False)
+    out.print(
+        f"{len(verdicts) - left} of {len(verdicts)} killed in {sum(found.seconds for found in verdicts):.0f} s of tests", highlight=False
+    )
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ def test_only_tests_that_fail_as_tests_are_a_kill() -> None:
 
 def test_a_stale_mutant_is_named() -> None:
     absent = Mutant("gone", ("N1",), "trainer/loss.py", "no such text", "x", ())
-    assert "gone: its text stands 0 times in trainer/loss.py, not once" == absent.stale(ROOT)
+    assert absent.stale(ROOT) == "gone: its text stands 0 times in trainer/loss.py, not once"
     assert "there is no file" in str(Mutant("lost", ("N1",), "trainer/lost.py", "", "", ()).stale(ROOT))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -64,5 +65,5 @@ def test_M3_a_row_is_where_its_own_tokens_are_whatever_it_is_packed_with() -> No
     for order in ([0, 1, 2], [2, 0, 1]):
         (part,) = packed([rows[i] for i in order])
         ends = part.packing.cu_seqlens_q.tolist()
-        inside = [part.tokens[0, a:b].tolist() for a, b in zip(ends[:-1], ends[1:], strict=True)]
+        inside = [part.tokens[0, a:b].tolist() for a, b in pairwise(ends)]
         assert sorted(inside) == sorted(row.input_ids.tolist() for row in rows)
