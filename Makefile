@@ -35,7 +35,7 @@ test-all: setup
 	$(BIN)/python -m pytest $(ARGS)
 
 selfcheck: setup
-	$(BIN)/python -m pytest -s tests/trainer/test_layouts.py tests/trainer/test_moe.py tests/trainer/test_switches.py tests/trainer/test_resharding.py $(ARGS)
+	$(BIN)/python -m pytest -s tests/trainer/test_layouts.py tests/trainer/test_objectives.py tests/trainer/test_moe.py tests/trainer/test_switches.py tests/trainer/test_resharding.py $(ARGS)
 
 mutants: setup
 	$(BIN)/python -P tests/mutants.py --jobs $(JOBS) $(ARGS)
