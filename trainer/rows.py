@@ -16,7 +16,8 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from store import Lease, StoreError, open_store
-from trainer.model import packing, zigzag
+from trainer.fused import zigzag
+from trainer.model import packing
 from trainer.routes import Routing, packed_routes
 from trainer.wire import PlanRow
 
@@ -65,7 +66,7 @@ def open_row(planned: PlanRow, vocab_size: int, routing: Routing | None = None) 
         ref = planned.rollout.ref()
         lease = open_store(ref.location).open(ref)
         if missing := [name for name in COLUMNS if name not in lease]:
-            raise ValueError(f"the object lacks {', '.join(missing)}")
+            raise ValueError(f"the object has no column {', '.join(missing)}")
     except StoreError as error:
         raise Unreadable(410, f"row {planned.row_id}: {error}") from error
     except ValueError as error:

@@ -21,11 +21,15 @@ Arrays = dict[str, np.ndarray]
 
 
 class Plain:
-    """`step` after `step`; what a step left behind is in `arrays`."""
+    """`step` after `step`; what a step left behind is in `arrays`.
+
+    In bf16 it keeps no fp32 weights: its first gradients say what that dtype's rounding does, its later ones nothing.
+    """
 
     def __init__(self, model_path: str, spec: dict[str, Any]) -> None:
         self.spec, self.loss = spec, spec["loss"]
-        self.model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32, attn_implementation="eager").train()
+        dtype = getattr(torch, spec["dtype"])
+        self.model = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype, attn_implementation="eager").train()
         if hasattr(self.model.config, "num_experts"):
             self.model.set_experts_implementation("eager")
         self.frozen = copy.deepcopy(self.model)
@@ -33,7 +37,7 @@ class Plain:
         self.optimizer = self.made(self.model)
         self.critic: Any = None
         if spec["critic"]:
-            backbone = AutoModel.from_pretrained(model_path, dtype=torch.float32, attn_implementation="eager").train()
+            backbone = AutoModel.from_pretrained(model_path, dtype=dtype, attn_implementation="eager").train()
             head = torch.nn.Linear(backbone.config.hidden_size, 1, bias=False)
             torch.nn.init.zeros_(head.weight)
             self.critic = torch.nn.ModuleDict({"model": backbone, "value_head": head})
@@ -48,6 +52,8 @@ class Plain:
             {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": opt["weight_decay"]},
             {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0},
         ]
+        if opt["kind"] == "sgd":
+            return torch.optim.SGD(groups, lr=0.0, momentum=opt["momentum"])
         return torch.optim.AdamW(groups, lr=0.0, betas=tuple(opt["betas"]), eps=opt["eps"])
 
     def step(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -60,18 +66,34 @@ class Plain:
                 facts["advantage"] = (facts["advantage"] - every.mean()) / (every.std(correction=0) + 1e-8)
         report: dict[str, Any] = {}
         for mini in planned:
-            report = self.mini_batch([(row, known[row["row_id"]]) for row in mini], request)
+            report = self.mini_batch([(row, known[row["row_id"]]) for row in mini], request) | self.of_the_batch(list(known.values()))
         named = [(name, p) for name, p in self.named()]
-        self.arrays |= {f"gradients/{self.steps}/{saved}": a.numpy().copy() for name, p in named for saved, a in as_saved(name, p.grad)}
+        self.arrays |= {
+            f"gradients/{self.steps}/{saved}": a.float().numpy() + 0 for name, p in named for saved, a in as_saved(name, p.grad)
+        }
         self.steps += 1
         return report
+
+    def of_the_batch(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        """The metrics of what was fixed before the first step."""
+        kept = {name: torch.cat([facts[name] for facts in rows]).double() for name in rows[0] if name not in ("chosen", "masked")}
+        found: dict[str, Any] = {"masked_tokens": sum(facts["masked"] for facts in rows)}
+        found["masked_rows"] = sum(facts["masked"] > 0 and not len(facts["chosen"]) for facts in rows)
+        if self.loss["old_log_probs"] == "recomputed":
+            log_ratio = kept["old"] - kept["behaviour"]
+            found["off_policy_kl"] = float((log_ratio.exp() - 1 - log_ratio).mean())
+            found["effective_sample_size"] = float(kept["weight"].mean() ** 2 / (kept["weight"] ** 2).mean())
+        if self.critic:
+            error = kept["returns"] - kept["values"]
+            found["explained_variance"] = float(1 - (error**2).mean() / kept["returns"].var(correction=0))
+        return found
 
     def named(self) -> list[tuple[str, torch.Tensor]]:
         own = list(self.model.named_parameters())
         return own + ([(f"critic.{name}", p) for name, p in self.critic.named_parameters()] if self.critic else [])
 
     def weights(self) -> Arrays:
-        return {f"weights/{saved}": a.numpy() for name, p in self.named() for saved, a in as_saved(name, p.detach())}
+        return {f"weights/{saved}": a.float().numpy() for name, p in self.named() for saved, a in as_saved(name, p.detach())}
 
     def mini_batch(self, rows: list[tuple[dict[str, Any], dict[str, Any]]], request: dict[str, Any]) -> dict[str, Any]:
         self.optimizer.zero_grad()
@@ -158,7 +180,7 @@ class Plain:
             facts["advantage"], facts["returns"] = self.estimated(row, now, behaviour, reference, values)
             facts["values"] = values
         facts = {name: column[keep] for name, column in facts.items()}
-        return facts | {"chosen": chosen[keep]}
+        return facts | {"chosen": chosen[keep], "masked": int((~keep).sum())}
 
     def estimated(self, row: Any, now: Any, behaviour: Any, reference: Any, values: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """(advantages, returns) by the definitions, each a sum over all later tokens."""
@@ -191,7 +213,7 @@ class Plain:
             routes = torch.tensor(lease["routed_experts"].astype(np.int64))
             first = ids.shape[1] - 1 - len(routes)
             self.forced.update({layer: (first, routes[:, layer]) for layer in range(routes.shape[1])})
-        logits = model(ids, use_cache=False).logits[0, :-1] / float(lease["temperature"])
+        logits = model(ids, use_cache=False).logits[0, :-1].float() / float(lease["temperature"])
         every = logits.log_softmax(-1)
         log_probs, entropy = every.gather(1, ids[0, 1:, None])[:, 0], -(every.exp() * every).sum(-1)
         return (log_probs, entropy) if chosen is None else (log_probs[chosen], entropy[chosen])

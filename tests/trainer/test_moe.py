@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from store import EmbeddedStore
 from tests.trainer.steps import ADAM, assert_equal_steps, dealt
 from trainer.client import TrainerRefused
 from trainer.routes import Routing
@@ -153,7 +154,9 @@ def test_routes_that_are_not_this_models_are_refused_with_the_reason(routes: np.
     assert (dense is None) == ("shape" not in words), "an engine writes anything for a dense layer"
 
 
-async def test_refused_on_a_dense_model_and_on_one_row_and_changing_nothing(start: Any, rows: Any, models: dict[str, str]) -> None:
+async def test_a_dense_model_and_a_row_with_routes_of_another_model_are_refused_and_nothing_changes(
+    start: Any, rows: Any, store: EmbeddedStore, models: dict[str, str]
+) -> None:
     wrong = rows.columns(np.random.default_rng(65), 4, 8) | {"routed_experts": np.full((11, 2, 2), 9, np.uint8)}
     async with start(model="qwen3_moe", dp=2, ep=2, routing_replay=True) as trainer:
         with pytest.raises(TrainerRefused, match="has none: leave ep at 1"):
@@ -164,4 +167,5 @@ async def test_refused_on_a_dense_model_and_on_one_row_and_changing_nothing(star
         with pytest.raises(TrainerRefused, match="row wrong has a routed expert outside the model's 8"):
             await trainer.client.train(0, 0, 1e-2, [mini_batch])
         after = await trainer.client.snapshot(0, 0, 1 << 20, [])
+        store.free([bucket.ref() for bucket in after.buckets])
         assert after.tensors == before.tensors and len(after.tensors) == 3 + 2 * (8 + 1 + 3 * EXPERTS)
