@@ -48,6 +48,7 @@ lint: setup
 figures: setup
 	$(BIN)/python -m benchmarks.overlap --quick
 	$(BIN)/python -m benchmarks.start --quick
+	$(BIN)/python -m benchmarks.trainer --quick
 
 clean:
 	rm -rf $(VENV) dist runs demo_summary.json
