@@ -18,7 +18,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from trainer.layout import misfit
+from trainer.layout import misfit, misplaced
 from trainer.loss_spec import CriticSpec, LossSpec, check_critic
 
 
@@ -127,6 +127,16 @@ class TrainerConfig(_Section):
     routing_replay: bool = Field(
         False, description="tokens go to the experts their row's `routed_experts` name; rows without it are routed by the live router"
     )
+    dtype: Literal["float32", "bfloat16"] = Field(
+        "float32", description="of weights, activations and pushes, and of the engines; the optimizer's weights stay float32"
+    )
+    sequence_parallel: bool = Field(False, description="with tp above 1: norms and residuals are split along the sequence, not repeated")
+    recompute: Literal["none", "selective", "full"] = Field(
+        "none", description="memory for time: attention's core, or whole layers, are computed again in the backward pass"
+    )
+    distributed_optimizer: bool = Field(False, description="the optimizer's state is spread over data- and context-parallel ranks")
+    optimizer: Literal["adam", "sgd"] = "adam"
+    momentum: float = Field(0.9, ge=0, lt=1, description="sgd only; betas and eps are adam's")
     learning_rate: float = Field(3e-4, gt=0)
     warmup_batches: int = Field(0, ge=0)
     schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="decay to zero at stop.batches")
@@ -142,6 +152,12 @@ class TrainerConfig(_Section):
     @model_validator(mode="after")
     def _a_critic_that_fits(self) -> TrainerConfig:
         check_critic(self.loss, self.critic)
+        return self
+
+    @model_validator(mode="after")
+    def _switches(self) -> TrainerConfig:
+        if why := misplaced(self.tp, self.sequence_parallel, self.distributed_optimizer, self.optimizer):
+            raise ValueError(why)
         return self
 
     def learning_rate_at(self, batch_id: int, last_batch: int | None) -> float:
@@ -167,7 +183,11 @@ class CheckpointConfig(_Section):
 class PushConfig(_Section):
     bucket_bytes: int = Field(64 << 20, ge=1 << 10)
     deadline_s: float = Field(60.0, gt=0, description="one engine's whole push; later it is quarantined")
-    logprob_tolerance: float = Field(1e-3, gt=0, description="largest difference of the fixed sequence's log-probs, engine to trainer")
+    logprob_tolerance: float | None = Field(
+        None,
+        gt=0,
+        description="largest difference of the fixed sequence's log-probs, engine to trainer; null: 1e-3, with trainer.dtype bfloat16 0.1",
+    )
 
 
 class StopConfig(_Section):
@@ -245,6 +265,11 @@ class RunConfig(_Section):
     @property
     def store_directory(self) -> Path:
         return self.store.directory or Path(f"/dev/shm/headrace-{os.getuid()}-{self.run_id}")
+
+    @property
+    def logprob_tolerance(self) -> float:
+        """Two programs that compute in bf16 are some hundredths apart, and a wrong tensor several units."""
+        return self.push.logprob_tolerance or (0.1 if self.trainer.dtype == "bfloat16" else 1e-3)
 
     @property
     def row_tokens(self) -> int:
@@ -401,7 +426,7 @@ def _check_store(config: RunConfig, model_path: Path) -> None:
     """The worst case must fit (B2): every row there can be between two checkpoints at full length, and three copies of the weights."""
     batches = config.checkpoint.every + config.staleness.bound + 1
     rows_bytes = config.batch.samples * config.sample_bytes * batches
-    needed = rows_bytes + 3 * weights_bytes(model_path)
+    needed = rows_bytes + 3 * weights_bytes(model_path, config.trainer.dtype)
     if needed > config.store.capacity_bytes:
         raise ConfigError(
             f"store.capacity_bytes ({config.store.capacity_bytes:,}) is too small: {batches} batches of rows at full length and three "
@@ -409,11 +434,11 @@ def _check_store(config: RunConfig, model_path: Path) -> None:
         )
 
 
-def weights_bytes(model_path: Path) -> int:
-    """The size of a snapshot in float32, from the files of the checkpoint."""
+def weights_bytes(model_path: Path, dtype: str) -> int:
+    """The size of a snapshot in the trainer's dtype, from the files of the checkpoint."""
     stored = json.loads((model_path / "config.json").read_text())
     half = (stored.get("dtype") or stored.get("torch_dtype")) in ("bfloat16", "float16")
-    return sum(file.stat().st_size for file in model_path.glob("*.safetensors")) * (2 if half else 1)
+    return sum(file.stat().st_size for file in model_path.glob("*.safetensors")) * (2 if half else 1) // (2 if dtype == "bfloat16" else 1)
 
 
 def _explain(error: ValidationError) -> str:

@@ -61,3 +61,12 @@ def sparse_layers(model: Mapping[str, Any]) -> list[bool]:
         return [False for _ in layers]
     step, dense = model.get("decoder_sparse_step", 1), model.get("mlp_only_layers") or ()
     return [layer not in dense and (layer + 1) % step == 0 for layer in layers]
+
+
+def misplaced(tp: int, sequence_parallel: bool, distributed_optimizer: bool, optimizer: str) -> str | None:
+    """Which switch has nothing to switch, in a sentence with the remedy."""
+    if sequence_parallel and tp == 1:
+        return "sequence_parallel splits over the tensor-parallel ranks, and tp is 1: raise tp, or leave sequence_parallel out"
+    if distributed_optimizer and optimizer != "adam":
+        return f"distributed_optimizer works with adam only, not with {optimizer}: change one of them"
+    return None

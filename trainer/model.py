@@ -32,6 +32,7 @@ from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubm
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules, get_transformer_layer_offset
@@ -56,6 +57,11 @@ _ON_CPU = {
     "apply_rope_fusion": False,
 }
 
+_RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
 
 VALUE_HEAD = "value_head.weight"
 _DENSE_IN_SPARSE = {
@@ -99,10 +105,10 @@ class ValueHead(torch.nn.Module):
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.sequence_parallel = config.sequence_parallel
-        self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size))
+        self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype))
 
     def forward(self, hidden: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
-        return F.linear(hidden.float(), self.weight), None
+        return F.linear(hidden.float(), self.weight.float()), None
 
 
 class _GatherCP(torch.autograd.Function):
@@ -340,18 +346,26 @@ class Model:
 def build(spec: TrainerSpec, group: Group, model_path: Path, *, value_head: bool = False) -> Model:
     """A model to be trained. All ranks together. Raises Refused for one that cannot be loaded."""
     hf_config, bridge, module = load_module(spec, group, model_path, value_head=value_head)
-    ddp = DistributedDataParallelConfig(overlap_grad_reduce=False, average_in_collective=False, grad_reduce_in_fp32=True)
-    chunk = DistributedDataParallel(config=bridge.config, ddp_config=ddp, module=module)
+    ddp = DistributedDataParallelConfig(
+        overlap_grad_reduce=False,
+        average_in_collective=False,
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=spec.distributed_optimizer,
+    )
+    chunk = DistributedDataParallel(config=bridge.config, ddp_config=ddp, module=in_dtype(spec, bridge, module))
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
-            optimizer="adam",
+            optimizer=spec.optimizer.kind,
             lr=0.0,
+            sgd_momentum=spec.optimizer.momentum,
             weight_decay=spec.optimizer.weight_decay,
             adam_beta1=spec.optimizer.betas[0],
             adam_beta2=spec.optimizer.betas[1],
             adam_eps=spec.optimizer.eps,
             clip_grad=spec.optimizer.grad_clip,
-            params_dtype=torch.float32,
+            params_dtype=bridge.dtype,
+            bf16=bridge.dtype is torch.bfloat16,
+            use_distributed_optimizer=spec.distributed_optimizer,
         ),
         [chunk],
     )
@@ -371,11 +385,13 @@ def load_module(spec: TrainerSpec, group: Group, model_path: Path, *, value_head
     except ValueError as error:
         fault = (400, str(error))
     group.agree(fault)
-    bridge = bridge_class(hf_config.model_type, value_head)(hf_config, dtype=torch.float32, make_vocab_size_divisible_by=spec.tp)
+    dtype = torch.bfloat16 if spec.dtype == "bfloat16" else torch.float32
+    bridge = bridge_class(hf_config.model_type, value_head)(hf_config, dtype=dtype, make_vocab_size_divisible_by=spec.tp)
+    bridge.set_extra_args(sequence_parallel=spec.sequence_parallel, **_RECOMPUTE[spec.recompute])
     config = bridge.config
     config.calculate_per_token_loss = True
     if config.num_moe_experts:
-        config.sequence_parallel = spec.tp > 1  # Megatron's experts demand it
+        config.sequence_parallel = spec.tp > 1  # Megatron's experts demand it, whatever the spec says
     config.finalize_model_grads_func = finalize_model_grads
     RotaryEmbedding.forward.cache_clear()  # it holds every earlier model alive
     first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
@@ -396,6 +412,11 @@ def load_module(spec: TrainerSpec, group: Group, model_path: Path, *, value_head
         model.output_layer = head
         set_defaults_if_not_set_tensor_model_parallel_attributes(head.weight)
     return hf_config, bridge, model
+
+
+def in_dtype(spec: TrainerSpec, bridge: Any, module: torch.nn.Module) -> torch.nn.Module:
+    """The module as it is run: in bf16 Megatron casts what goes in and comes out."""
+    return Float16Module(bridge.config, module) if spec.dtype == "bfloat16" else module
 
 
 def _unmatched_tensors(bridge: Any, model: torch.nn.Module, model_path: Path) -> str | None:

@@ -24,6 +24,8 @@ from trainer.rows import Pack, Row
 from trainer.spec import TrainerSpec
 from trainer.wire import TrainRequest
 
+BARE = ("behaviour",)
+"""The columns of rows as they come from the store: with these alone there is nothing to prepare."""
 TOTALS = (
     "tokens",
     "masked_tokens",
@@ -47,7 +49,7 @@ class Prepared:
 
 def columns(spec: TrainerSpec) -> tuple[str, ...]:
     """What `prepare` gives the trained tokens of every row."""
-    names = ["behaviour"]
+    names = [*BARE]
     if spec.loss.old_log_probs == "recomputed":
         names += ["old"]
     if spec.loss.correction.weight != "none":
@@ -69,8 +71,6 @@ def prepare(
     request: TrainRequest,
 ) -> Prepared:
     """All ranks together. `shares` are this rank's rows as planned, mini-batch by mini-batch; a row may stand in several."""
-    if set(columns(spec)) == {"behaviour"}:
-        return Prepared(rows)
     micro_batches = _each_once(shares)
     found: dict[str, dict[str, np.ndarray]] = {}
     if spec.loss.old_log_probs == "recomputed" or spec.loss.kl.where == "reward":

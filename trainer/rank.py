@@ -31,8 +31,9 @@ from trainer import saving  # noqa: E402
 from trainer.export import write_buckets  # noqa: E402
 from trainer.group import Group, Refused  # noqa: E402
 from trainer.loss import Policy  # noqa: E402
+from trainer.memory import Peaks  # noqa: E402
 from trainer.model import Model  # noqa: E402
-from trainer.models import begin, policy_loss  # noqa: E402
+from trainer.models import begin, parts, policy_loss, resume  # noqa: E402
 from trainer.server import Command, Desk, Refusal, Server, build_app, listen  # noqa: E402
 from trainer.spec import TrainerSpec  # noqa: E402
 from trainer.step import Stepper  # noqa: E402
@@ -64,6 +65,7 @@ class Rank:
         self._spec, self._group, self._desk = spec, group, desk
         self._model: Model | None = None
         self._policy: Policy | None = None
+        self._peaks = Peaks()
         self._epoch = 0
         self._last: tuple[str, TrainReport] | None = None
         self.stopping = False
@@ -85,11 +87,14 @@ class Rank:
         return reply
 
     def load(self, request: LoadRequest) -> Loaded:
-        self._take(begin(self._spec, self._group, Path(request.model_path or self._spec.model_path)), 0, 0)
+        with self._peaks.phase("load"):
+            model = begin(self._spec, self._group, Path(request.model_path or self._spec.model_path))
+        self._take(model, 0, 0)
         return Loaded(trained_version=0)
 
     def resume(self, request: ResumeRequest) -> Loaded:
-        model, checkpoint = saving.resume(self._spec, self._group, Path(request.path))
+        with self._peaks.phase("load"):
+            model, checkpoint = resume(self._spec, self._group, Path(request.path))
         self._take(model, checkpoint.trained_version, checkpoint.meta.epoch)
         return Loaded(trained_version=checkpoint.trained_version)
 
@@ -120,14 +125,17 @@ class Rank:
         if any(not 0 <= token < model.hf_config.vocab_size for token in request.canary_ids):
             raise Refused(422, f"canary_ids has a token outside the vocabulary of {model.hf_config.vocab_size}")
         prefix = f"{self._spec.run_id}/weights/{request.epoch}/{request.version}"
-        buckets, tensors = write_buckets(model, self._group, self._spec.store_location, prefix, request.bucket_bytes)
+        with self._peaks.phase("export"):
+            buckets, tensors = write_buckets(model, self._group, self._spec.store_location, prefix, request.bucket_bytes)
         log_probs = self._stepper().sequence_log_probs(request.canary_ids) if request.canary_ids else []
         return Snapshot(buckets=buckets, tensors=tensors, canary=Canary(input_ids=request.canary_ids, log_probs=log_probs))
 
     def save(self, request: SaveRequest) -> Saved:
         version = self._desk.trained_version
         directory = Path(request.directory)
-        path = saving.save(self._spec, self._group, self._loaded(), directory, version, self._epoch, request.keep_last)
+        models = parts(self._loaded())
+        with self._peaks.phase("export"):
+            path = saving.save(self._spec, self._group, models, directory, version, self._epoch, request.keep_last)
         return Saved(path=str(path), trained_version=version)
 
     def stop(self, request: StopRequest) -> Stopped:
@@ -137,7 +145,7 @@ class Rank:
     def _stepper(self) -> Stepper:
         model = self._loaded()
         assert self._policy is not None
-        return Stepper(self._spec, self._group, model, self._policy, self._desk.advanced)
+        return Stepper(self._spec, self._group, model, self._policy, self._desk.advanced, self._peaks)
 
     def _loaded(self) -> Model:
         if self._model is None:

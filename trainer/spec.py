@@ -7,14 +7,18 @@ from typing import Literal
 
 from pydantic import Field, ValidationError, model_validator
 
-from trainer.layout import uneven_experts
+from trainer.layout import misplaced, uneven_experts
 from trainer.loss_spec import CriticSpec, LossSpec, Strict, check_critic
 from trainer.wire import problems_in_words
 
 
 class OptimizerSpec(Strict):
-    """Adam with decoupled weight decay; norms and biases are never decayed. `grad_clip` 0 clips nothing."""
+    """Adam with decoupled weight decay, or SGD with momentum and a decay that is part of its gradient; norms and biases are never
+    decayed. `grad_clip` 0 clips nothing. `betas` and `eps` are Adam's, `momentum` is SGD's.
+    """
 
+    kind: Literal["adam", "sgd"] = "adam"
+    momentum: float = Field(0.9, ge=0.0, lt=1.0)
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = Field(1e-8, gt=0.0)
     weight_decay: float = Field(0.0, ge=0.0)
@@ -41,13 +45,22 @@ class TrainerSpec(Strict):
     routing_replay: bool = False
     """Whether tokens go to the experts that their row's `routed_experts` name."""
     seed: int = 0
-    dtype: Literal["float32"] = "float32"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the weights and activations. The optimizer's weights and state, and the gradients' sum, are float32 always."""
+    distributed_optimizer: bool = False
+    """Each data-parallel (and context-parallel) rank keeps a part of the optimizer's state, not a copy of it."""
+    sequence_parallel: bool = False
+    """Norms and residuals are split over the tensor-parallel ranks along the sequence."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """What the backward pass computes again instead of keeping it: nothing, the attention's core, or whole layers."""
     loss: LossSpec = LossSpec()
     critic: CriticSpec | None = None
     optimizer: OptimizerSpec = OptimizerSpec()
     micro_batch_tokens: int = Field(4096, ge=1)
     """How many tokens one forward pass of `/v1/logprobs` takes; training follows the plan's own micro-batches."""
     threads_per_rank: int = Field(1, ge=1)
+    shard_bytes: int = Field(2 << 30, ge=1)
+    """The largest file of a checkpoint, and what a rank holds beside the model while it writes; a single tensor may be larger."""
     control_timeout_s: float = Field(30.0, gt=0.0)
     """How long a rank waits for rank 0 to say anything; rank 0 says something every fifth of it."""
     work_timeout_s: float = Field(1800.0, gt=0.0)
@@ -70,6 +83,12 @@ class TrainerSpec(Strict):
     @model_validator(mode="after")
     def _experts_over_whole_ranks(self) -> TrainerSpec:
         if why := uneven_experts(self.tp, self.cp, self.dp, self.ep):
+            raise ValueError(why)
+        return self
+
+    @model_validator(mode="after")
+    def _switches(self) -> TrainerSpec:
+        if why := misplaced(self.tp, self.sequence_parallel, self.distributed_optimizer, self.optimizer.kind):
             raise ValueError(why)
         return self
 

@@ -24,8 +24,9 @@ import torch
 from trainer.forward import Forward, MicroBatches, every
 from trainer.group import Group
 from trainer.loss import Policy, Sums, Tokens, ValueTokens, denominator, loss_sums, units, value_sums
+from trainer.memory import Peaks, binding
 from trainer.model import Model
-from trainer.prepare import Prepared, columns, prepare, values
+from trainer.prepare import BARE, Prepared, columns, prepare, values
 from trainer.routes import Routing
 from trainer.rows import Pack, Row, Unreadable, open_row
 from trainer.spec import TrainerSpec
@@ -72,8 +73,11 @@ class Count:
 class Stepper:
     """Runs plans on a model. Every method is called on all ranks together; `advanced` once per micro-batch, as a sign of life."""
 
-    def __init__(self, spec: TrainerSpec, group: Group, model: Model, policy: Policy, advanced: Callable[[], None]) -> None:
+    def __init__(
+        self, spec: TrainerSpec, group: Group, model: Model, policy: Policy, advanced: Callable[[], None], peaks: Peaks | None = None
+    ) -> None:
         self._spec, self._group, self._model, self._policy, self._advanced = spec, group, model, policy, advanced
+        self._peaks = peaks or Peaks()
         self._forward = Forward(spec, group, model.hf_config.vocab_size, advanced)
         self._columns = columns(spec)
         self._routing = Routing.of(model.hf_config) if spec.routing_replay else None
@@ -88,8 +92,7 @@ class Stepper:
         opening = time.perf_counter()
         tally.read_s = opening - started
         tally.replayed = self._replayed(request, opened)
-        planned = [[[opened[row.row_id] for row in micro_batch] for micro_batch in share] for share in shares]
-        prepared = prepare(self._spec, self._group, self._forward, self._model, opened, planned, request)
+        prepared = self._prepared(request, opened, shares)
         tally.prepare_s = time.perf_counter() - opening
         self._model.set_learning_rate(request.lr, self._spec.optimizer.weight_decay)
         if self._model.critic is not None:
@@ -99,9 +102,18 @@ class Stepper:
             self._mini_batch(request, index, rows, tally)
         return self._report(request, tally, prepared, time.perf_counter() - started)
 
+    def _prepared(self, request: TrainRequest, opened: dict[str, Row], shares: list[list[list[PlanRow]]]) -> Prepared:
+        if self._columns == BARE:
+            return Prepared(opened)
+        planned = [[[opened[row.row_id] for row in micro_batch] for micro_batch in share] for share in shares]
+        with self._peaks.phase("log_probs"):
+            return prepare(self._spec, self._group, self._forward, self._model, opened, planned, request)
+
     def log_probs(self, rows: Sequence[PlanRow]) -> dict[str, list[float]]:
         """Of every response position, at the row's temperature. Raises Refused."""
-        return self._log_probs(list(self._open(rows).values()))
+        opened = self._open(rows)
+        with self._peaks.phase("log_probs"):
+            return self._log_probs(list(opened.values()))
 
     def sequence_log_probs(self, input_ids: list[int]) -> list[float]:
         """log p(input_ids[i + 1] | input_ids[: i + 1]) at temperature 1, computed alone."""
@@ -147,15 +159,17 @@ class Stepper:
             self._advanced()
             tally.skipped.update(dict.fromkeys(row_ids, NO_TOKEN))
             return
-        sums, value = self._gradients(share, count, sampler)
+        with self._peaks.phase("forward_backward"):
+            sums, value = self._gradients(share, count, sampler)
         forwarded = time.perf_counter()
         tally.forward_backward_s += forwarded - started
         models = [self._model] if self._model.critic is None else [self._model, self._model.critic]
         norms = [model.gradient_norm() for model in models]
         losses = [float(sums.total[0]) / count.divisor, float(value[0]) / count.tokens]
         if all(map(math.isfinite, [*losses, *norms])):
-            for model in models:
-                model.optimizer.step()
+            with self._peaks.phase("optimizer"):
+                for model in models:
+                    model.optimizer.step()
             tally.applied += row_ids
             tally.sums, tally.counted, tally.grad_norm = tally.sums + sums, tally.counted + count.divisor, norms[0]
             tally.value, tally.value_tokens = tally.value + value, tally.value_tokens + count.tokens
@@ -252,6 +266,7 @@ class Stepper:
 
         replayed = None if self._routing is None else len(tally.replayed.intersection(applied))
 
+        memory_bytes = self._peaks.report()
         return TrainReport(
             batch_id=request.batch_id,
             trained_version=request.batch_id + 1,
@@ -280,6 +295,8 @@ class Stepper:
             forward_backward_s=tally.forward_backward_s,
             optimizer_s=tally.optimizer_s,
             step_s=step_s,
+            memory_bytes=memory_bytes,
+            memory_phase=binding(memory_bytes),
         )
 
     def _dump(self, request: TrainRequest, index: int, row_ids: list[str], facts: dict[str, Any]) -> None:

@@ -153,6 +153,10 @@ class TrainReport(_Message):
     forward_backward_s: float
     optimizer_s: float
     step_s: float
+    memory_bytes: dict[str, int]
+    """Phase -> the highest bytes of any rank in it (`trainer/memory.py`); load and export are the last ones before this step."""
+    memory_phase: str | None
+    """The phase that needs most."""
 
 
 class Logprobs(_Message):

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from driver.advantage import ADVANTAGES
-from driver.config import ConfigError, LossConfig, ServiceConfig, load_config
+from driver.config import ConfigError, LossConfig, ServiceConfig, load_config, weights_bytes
 from trainer.loss_spec import CriticSpec, LossSpec
 
 ROOT = Path(__file__).parents[2]
@@ -57,6 +57,8 @@ def write(tmp_path: Path, **sections: object) -> Path:
         ({"trainer": {"pp": 3}}, ["trainer: ", "num_hidden_layers (2)", "pp (3)", "choose a pp"]),
         ({"trainer": {"dp": 2, "ep": 2}}, ["trainer: ", "ep (2) splits experts", "has none", "leave ep at 1"]),
         ({"trainer": {"routing_replay": True}}, ["trainer: ", "routing_replay", "leave it off"]),
+        ({"trainer": {"sequence_parallel": True}}, ["trainer: ", "tp is 1", "leave sequence_parallel out"]),
+        ({"trainer": {"distributed_optimizer": True, "optimizer": "sgd"}}, ["trainer: ", "adam only", "change one"]),
         ({"model": {"path": "nowhere"}}, ["nowhere does not exist", "nothing is downloaded"]),
         ({"data": "nothing.jsonl"}, ["there is no file", "nothing.jsonl"]),
         ({"service": {"host": "0.0.0.0"}}, ["service.token"]),
@@ -91,6 +93,15 @@ def test_a_function_of_the_user_s_and_other_models_are_found_beside_the_configur
     assert config.loss.policy == f"{tmp_path}/mine.py:loss" and config.loss.params == {"x": 0.5}
     assert config.loss.kl.reference == config.critic.model_path == Path(MODEL).resolve()
     assert config.critic.spec == CriticSpec(model_path=Path(MODEL).resolve())
+
+
+def test_bf16_widens_what_a_push_may_differ_by_unless_it_is_set_and_halves_what_a_snapshot_takes(tmp_path):
+    model = ROOT / "examples/sort_digits/base"
+    found = {dtype: load_config(write(tmp_path, trainer={"dtype": dtype})) for dtype in ("float32", "bfloat16")}
+    assert {dtype: config.logprob_tolerance for dtype, config in found.items()} == {"float32": 1e-3, "bfloat16": 0.1}
+    tight = load_config(write(tmp_path, trainer={"dtype": "bfloat16"}, push={"logprob_tolerance": 0.02}))
+    assert tight.logprob_tolerance == 0.02
+    assert weights_bytes(model, "float32") == 2 * weights_bytes(model, "bfloat16") == (model / "model.safetensors").stat().st_size
 
 
 def test_files_that_are_no_configuration_are_refused(tmp_path):

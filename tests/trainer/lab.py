@@ -35,9 +35,10 @@ from transformers import (  # noqa: E402
 )
 
 from tests.trainer.plain import reference  # noqa: E402
-from trainer import cpu, export, main, rank  # noqa: E402  (installs the CPU shim before megatron comes in)
+from trainer import cpu, export, main, models, rank, saving, state  # noqa: E402  (installs the CPU shim before megatron comes in)
+from trainer.checkpoints import POLICY  # noqa: E402
 from trainer.group import Group  # noqa: E402
-from trainer.models import begin, policy_loss  # noqa: E402
+from trainer.model import Model, PackedAttention, TransformerLayer, build  # noqa: E402
 from trainer.spec import TrainerSpec  # noqa: E402
 from trainer.step import Stepper  # noqa: E402
 from trainer.wire import TrainRequest  # noqa: E402
@@ -99,8 +100,13 @@ def make_models(directory: str) -> dict[str, str]:
     return paths
 
 
-def layout(spec: dict[str, Any], requests: list[dict[str, Any]], out: str) -> dict[str, Any]:
-    """The product's steps, on as many forked ranks as the spec has."""
+def layout(
+    spec: dict[str, Any], requests: list[dict[str, Any]], out: str, resume: str | None = None, save: str | None = None, second: bool = False
+) -> dict[str, Any]:
+    """The product's steps, on as many forked ranks as the spec has; from a checkpoint, into a directory of checkpoints.
+
+    With `second` the checkpoint holds another model too, which has taken the first step only.
+    """
     facts = TrainerSpec.model_validate(spec)
     with socket.create_server(("127.0.0.1", 0)) as rendezvous:
         port = rendezvous.getsockname()[1]
@@ -108,7 +114,7 @@ def layout(spec: dict[str, Any], requests: list[dict[str, Any]], out: str) -> di
     children = []
     for number in range(facts.world_size):
         names = {"RANK": number, "WORLD_SIZE": facts.world_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        children.append(_fork(lambda names=names: _layout_rank(facts, names, requests, out, result)))  # type: ignore[misc]
+        children.append(_fork(lambda names=names: _layout_rank(facts, names, requests, out, result, resume, save, second)))  # type: ignore[misc]
     _await_ranks(children)
     answer: dict[str, Any] = json.loads(result.read_text())
     return answer
@@ -134,35 +140,85 @@ def _await_ranks(pids: list[int]) -> None:
         raise RuntimeError(failure)
 
 
-def _layout_rank(facts: TrainerSpec, names: dict[str, Any], requests: list[dict[str, Any]], out: str, result: Path) -> None:
+def _layout_rank(
+    facts: TrainerSpec,
+    names: dict[str, Any],
+    requests: list[dict[str, Any]],
+    out: str,
+    result: Path,
+    resume: str | None,
+    save: str | None,
+    second: bool,
+) -> None:
     os.environ.update({name: str(value) for name, value in names.items()})
     torch.set_num_threads(1)
     cpu.enter_mode()
     group = Group(facts)
-    model = begin(facts, group, facts.model_path)
-    stepper = Stepper(facts, group, model, policy_loss(facts, group), lambda: None)
+    model = models.resume(facts, group, Path(resume))[0] if resume else models.begin(facts, group, facts.model_path)
+    stepper = Stepper(facts, group, model, models.policy_loss(facts, group), lambda: None)
     arrays: dict[str, np.ndarray] = {}
+    if resume:
+        arrays |= _kept(facts, model, "resumed")
+        checkpoint = saving.open_checkpoint(group, Path(resume))
+        if (beside := checkpoint.directory_of("second")).is_dir():
+            other = build(facts, group, beside / "hf")
+            saving.restore(facts, group, other, checkpoint, "second")
+            arrays |= _kept(facts, other, "second")
     if requests:
         rows = {row.row_id: row for mini in TrainRequest(**requests[0]).mini_batches for row in mini.rows()}
         arrays |= {f"log_probs/{row_id}": np.array(values) for row_id, values in stepper.log_probs(list(rows.values())).items()}
     reports = []
-    parts = {"": model} | ({"critic.": model.critic} if model.critic else {})
+    parts = {"" if name == POLICY else f"{name}.": part for name, part in models.parts(model).items()}
+    seen = _watch(model)
     for step, request in enumerate(requests):
         reports.append(stepper.train(TrainRequest(**request)).model_dump())
-        for prefix, part in parts.items():
-            weights = [(p, p.detach().clone()) for p in part.chunk.parameters()]
-            for parameter, _ in weights:
-                parameter.data.copy_(parameter.main_grad)
-            arrays |= {f"gradients/{step}/{prefix}{name}": tensor.numpy().copy() for name, tensor in export.hf_tensors(part)}
-            for parameter, weight in weights:
-                parameter.data.copy_(weight)
-    exported = [(prefix + name, tensor.numpy().copy()) for prefix, part in parts.items() for name, tensor in export.hf_tensors(part)]
+        if not facts.distributed_optimizer:  # there a rank has the sum of its part of the gradients only
+            for prefix, part in parts.items():
+                gradients = export.hf_tensors(part, lambda parameter: parameter.main_grad)  # type: ignore[attr-defined]
+                arrays |= {f"gradients/{step}/{prefix}{name}": tensor.numpy().copy() for name, tensor in gradients}
+    exported = [
+        (prefix + name, tensor.float().numpy().copy()) for prefix, part in parts.items() for name, tensor in export.hf_tensors(part)
+    ]
     assert len(exported) == len(dict(exported)), "each name once, tied embeddings over pipeline stages included"
     arrays |= {f"weights/{name}": array for name, array in exported}
+    if save:
+        arrays |= _kept(facts, model, "saved")
+        saved = models.parts(model)
+        if second:
+            saved["second"] = build(facts, group, facts.model_path)
+            Stepper(facts, group, saved["second"], models.policy_loss(facts, group), lambda: None).train(TrainRequest(**requests[0]))
+            arrays |= _kept(facts, saved["second"], "second")
+        saving.save(facts, group, saved, Path(save), len(requests), 0, None)
     if group.rank == 0:
         np.savez(out, allow_pickle=False, **arrays)
-        result.write_text(json.dumps({"reports": reports}))
+        kept = [value.numel() for held in state.held_parameters(model.optimizer).values() for value in held.state.values()]
+        seen |= {"state": sum(kept), "parameters": sum(parameter.numel() for parameter in model.chunk.parameters())}
+        result.write_text(json.dumps({"reports": reports, "seen": seen}))
     group.agree()
+
+
+def _watch(model: Model) -> dict[str, int]:
+    """Counts, from here on, of what this rank's layers and their attention compute: calls, and rows (tokens) in all of them."""
+    seen = dict.fromkeys(("layer_calls", "layer_rows", "attention_calls", "attention_rows"), 0)
+
+    def count(kind: str, output: Any) -> None:
+        seen[f"{kind}_calls"] += 1
+        seen[f"{kind}_rows"] += len(output[0] if isinstance(output, tuple) else output)
+
+    for module in model.chunk.modules():
+        if isinstance(module, TransformerLayer | PackedAttention):
+            kind = "layer" if isinstance(module, TransformerLayer) else "attention"
+            module.register_forward_hook(lambda _module, _inputs, output, kind=kind: count(kind, output))
+    return seen
+
+
+def _kept(facts: TrainerSpec, model: Model, prefix: str) -> dict[str, np.ndarray]:
+    """All that a checkpoint has to hold."""
+    arrays = {f"{prefix}/hf/{name}": tensor.float().numpy().copy() for name, tensor in export.hf_tensors(model)}
+    steps = state.steps_taken(model)
+    for slot in (*(() if steps is None else state.SLOTS[facts.optimizer.kind]), state.WEIGHTS):
+        arrays |= {f"{prefix}/{slot}/{name}": tensor.numpy().copy() for name, tensor in state.state_tensors(model, slot)}
+    return arrays | {f"{prefix}/steps": np.array(-1 if steps is None else steps)}
 
 
 def trainer(spec_path: str, log: str) -> dict[str, Any]:

@@ -21,11 +21,15 @@ Arrays = dict[str, np.ndarray]
 
 
 class Plain:
-    """`step` after `step`; what a step left behind is in `arrays`."""
+    """`step` after `step`; what a step left behind is in `arrays`.
+
+    In bf16 it keeps no fp32 weights: its first gradients say what that dtype's rounding does, its later ones nothing.
+    """
 
     def __init__(self, model_path: str, spec: dict[str, Any]) -> None:
         self.spec, self.loss = spec, spec["loss"]
-        self.model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32, attn_implementation="eager").train()
+        dtype = getattr(torch, spec["dtype"])
+        self.model = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype, attn_implementation="eager").train()
         if hasattr(self.model.config, "num_experts"):
             self.model.set_experts_implementation("eager")
         self.frozen = copy.deepcopy(self.model)
@@ -33,7 +37,7 @@ class Plain:
         self.optimizer = self.made(self.model)
         self.critic: Any = None
         if spec["critic"]:
-            backbone = AutoModel.from_pretrained(model_path, dtype=torch.float32, attn_implementation="eager").train()
+            backbone = AutoModel.from_pretrained(model_path, dtype=dtype, attn_implementation="eager").train()
             head = torch.nn.Linear(backbone.config.hidden_size, 1, bias=False)
             torch.nn.init.zeros_(head.weight)
             self.critic = torch.nn.ModuleDict({"model": backbone, "value_head": head})
@@ -48,6 +52,8 @@ class Plain:
             {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": opt["weight_decay"]},
             {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0},
         ]
+        if opt["kind"] == "sgd":
+            return torch.optim.SGD(groups, lr=0.0, momentum=opt["momentum"])
         return torch.optim.AdamW(groups, lr=0.0, betas=tuple(opt["betas"]), eps=opt["eps"])
 
     def step(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -62,7 +68,9 @@ class Plain:
         for mini in planned:
             report = self.mini_batch([(row, known[row["row_id"]]) for row in mini], request)
         named = [(name, p) for name, p in self.named()]
-        self.arrays |= {f"gradients/{self.steps}/{saved}": a.numpy().copy() for name, p in named for saved, a in as_saved(name, p.grad)}
+        self.arrays |= {
+            f"gradients/{self.steps}/{saved}": a.float().numpy() + 0 for name, p in named for saved, a in as_saved(name, p.grad)
+        }
         self.steps += 1
         return report
 
@@ -71,7 +79,7 @@ class Plain:
         return own + ([(f"critic.{name}", p) for name, p in self.critic.named_parameters()] if self.critic else [])
 
     def weights(self) -> Arrays:
-        return {f"weights/{saved}": a.numpy() for name, p in self.named() for saved, a in as_saved(name, p.detach())}
+        return {f"weights/{saved}": a.float().numpy() for name, p in self.named() for saved, a in as_saved(name, p.detach())}
 
     def mini_batch(self, rows: list[tuple[dict[str, Any], dict[str, Any]]], request: dict[str, Any]) -> dict[str, Any]:
         self.optimizer.zero_grad()
@@ -191,7 +199,7 @@ class Plain:
             routes = torch.tensor(lease["routed_experts"].astype(np.int64))
             first = ids.shape[1] - 1 - len(routes)
             self.forced.update({layer: (first, routes[:, layer]) for layer in range(routes.shape[1])})
-        logits = model(ids, use_cache=False).logits[0, :-1] / float(lease["temperature"])
+        logits = model(ids, use_cache=False).logits[0, :-1].float() / float(lease["temperature"])
         every = logits.log_softmax(-1)
         log_probs, entropy = every.gather(1, ids[0, 1:, None])[:, 0], -(every.exp() * every).sum(-1)
         return (log_probs, entropy) if chosen is None else (log_probs[chosen], entropy[chosen])

@@ -367,7 +367,7 @@ def test_every_choice_of_a_spec_is_in_its_registry() -> None:
         ({"aggregation": "constant"}, "needs a divisor"),
         ({"divisor": 8.0}, "set both or neither"),
         ({"policy": "gspo", "clip_high": 4e-4}, "set clip_low and clip_high"),
-        ({"policy": "pp0_clip"}, "is not known: choose ppo_clip"),
+        ({"policy": "pp0_clip"}, "is not known: did you mean 'ppo_clip'"),
         ({"params": {"x": 1.0}}, "for a function of your own"),
         ({"policy": "decoupled_ppo"}, "set old_log_probs: recomputed"),
         ({"correction": {"weight": "token"}}, "set old_log_probs: recomputed"),

@@ -51,6 +51,15 @@ def test_an_address_others_can_reach_wants_a_token() -> None:
     assert TrainerSpec.model_validate({**GOOD, "host": "0.0.0.0", "token": "t"}).token == "t"
 
 
+@pytest.mark.parametrize(
+    ("switches", "words"),
+    [({"sequence_parallel": True}, "tp is 1"), ({"distributed_optimizer": True, "optimizer": {"kind": "sgd"}}, "adam only")],
+)
+def test_a_switch_with_nothing_to_switch_is_refused(switches: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValidationError, match=words):
+        TrainerSpec.model_validate({**GOOD, **switches})
+
+
 def test_the_driver_s_side_of_the_trainer_imports_no_torch() -> None:
     code = "import sys, trainer.spec, trainer.wire, trainer.client, trainer.checkpoints; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], check=True, timeout=60)
