@@ -17,7 +17,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from store import EmbeddedStore
-from tests.trainer.steps import ADAM, assert_equal_steps, dealt
+from tests.trainer.steps import ADAM, SGD, assert_equal_steps, dealt
 from trainer.client import TrainerRefused
 from trainer.routes import Routing
 from trainer.spec import TrainerSpec
@@ -176,6 +176,36 @@ async def test_a_dense_model_and_a_row_with_routes_of_another_model_are_refused_
         after = await trainer.client.snapshot(0, 0, 1 << 20, [])
         store.free([bucket.ref() for bucket in after.buckets])
         assert after.tensors == before.tensors and len(after.tensors) == 3 + 2 * (8 + 1 + 3 * EXPERTS)
+
+
+FULL, SELECTIVE, SPREAD = {"recompute": "full"}, {"recompute": "selective"}, {"distributed_optimizer": True}
+SWITCHED: list[tuple[str, dict[str, Any]]] = [
+    *((layout, FULL) for layout in ("1212-2", "1111-1", "1122-2", "2212-4")),
+    ("1212-2", SELECTIVE),
+    *((layout, SPREAD) for layout in ("1112-2", "1122-2", "2212-4")),
+    ("2112-2", SPREAD | FULL),
+    ("1112-2", {"optimizer": SGD}),
+]
+
+
+@pytest.mark.parametrize(
+    ("layout", "switches"),
+    [
+        pytest.param(*case, marks=pytest.mark.slow if index else (), id="-".join([case[0], *case[1]]) + f"-{index}")
+        for index, case in enumerate(SWITCHED)
+    ],
+)
+def test_M2_replayed_routes_hold_under_any_switch_and_when_the_backward_pass_routes_again(
+    lab: Any, rows: Any, make_spec: MakeSpec, plan: Any, layout: str, switches: dict[str, Any]
+) -> None:
+    """One row a micro-batch first: while one is recomputed, others with other routes are on their way through the pipeline."""
+    spec = make_spec("qwen3_moe", **{"optimizer": ADAM, **in_words(layout), **switches}, routing_replay=True)
+    first, second = routed(rows, 61, 9), routed(rows, 62, 8, version=1)
+    requests = [plan(0, [dealt(first, spec.dp, 1)], 1e-3), plan(1, [dealt(second, spec.dp, 2)], 1e-3)]
+    found, expected = lab.layout(spec, requests), lab.reference(spec, requests)
+    errors = ", ".join(f"{kind} {found.error(expected, kind):.1e}" for kind in ("gradients", "weights") if found.named(kind))
+    print(f"\nqwen3_moe {layout} {', '.join(switches)}: log-probs {found.distance(expected, 'log_probs'):.1e}, {errors}")
+    assert_equal_steps(found, expected, gradients=not spec.distributed_optimizer)
 
 
 PREPARED: dict[str, dict[str, Any]] = {
