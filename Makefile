@@ -11,7 +11,7 @@ export TOKENIZERS_PARALLELISM ?= false
 help:
 	@echo "make demo       a tiny model learns to sort digits, on this CPU, in a few minutes (SEED=0)"
 	@echo "make test       the tests that run in CI        make test-all   the slow ones too"
-	@echo "make selfcheck  every layout of the trainer against plain torch, with the errors measured"
+	@echo "make selfcheck  every layout and switch of the trainer against plain torch, with the errors measured"
 	@echo "make lint       ruff and mypy                   make figures    the benchmarks, quickly"
 
 setup: $(VENV)/.ready
@@ -33,7 +33,7 @@ test-all: setup
 	$(BIN)/python -m pytest $(ARGS)
 
 selfcheck: setup
-	$(BIN)/python -m pytest -s tests/trainer/test_layouts.py tests/trainer/test_moe.py $(ARGS)
+	$(BIN)/python -m pytest -s tests/trainer/test_layouts.py tests/trainer/test_moe.py tests/trainer/test_switches.py tests/trainer/test_resharding.py $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

@@ -17,16 +17,12 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
 from trainer.group import Group
-from trainer.loss import vocab_entropy
 from trainer.rows import Pack, Row, pack
 from trainer.spec import TrainerSpec
+from trainer.vocabulary import token_log_probs
 from trainer.wanted import Wanted as WantedPositions
-
-_NEVER = -1e30
-"""A logit of probability 0. Not infinite: 0 times infinity is NaN in an entropy."""
 
 MicroBatches = Sequence[Sequence[Row]]
 Wanted = Callable[[Row], np.ndarray]
@@ -126,24 +122,13 @@ class Forward:
         return {row.row_id: found[a:b] for row, (a, b) in zip(rows, pairwise(ends), strict=True)}
 
     def log_probs(self, packed: Pack, output: torch.Tensor) -> torch.Tensor:
-        """output [1, n, V / tp] -> log-probs [n] of the wanted tokens at their rows' temperatures."""
-        # Overwrites its logits.
-        return -vocab_parallel_cross_entropy(self._logits(packed, output)[:, None], packed.target[:, None])[:, 0]
+        """output [1, n, V / tp], used up -> log-probs [n] of the wanted tokens at their rows' temperatures."""
+        return self.log_probs_and_entropy(packed, output)[0]
 
     def log_probs_and_entropy(self, packed: Pack, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Both [n]; the entropy carries a gradient only if the loss has a bonus for it."""
-        logits = self._logits(packed, output)
-        steered = logits if self._spec.loss.entropy_bonus else logits.detach()
-        entropy = vocab_entropy(steered, self._group.tp_group)
-        return -vocab_parallel_cross_entropy(logits[:, None], packed.target[:, None])[:, 0], entropy
-
-    def _logits(self, packed: Pack, output: torch.Tensor) -> torch.Tensor:
-        logits = output[0].float() / packed.temperature[:, None]
-        # The vocabulary is padded to the tensor-parallel ranks: what stands beyond it is no token.
-        real = self._vocab_size - self._group.tp_rank * logits.shape[1]
-        if real < logits.shape[1]:
-            logits[:, max(real, 0) :] = _NEVER
-        return logits
+        logits, steered = output.flatten(0, 1).float(), self._spec.loss.entropy_bonus != 0.0
+        return token_log_probs(logits, packed.target, packed.temperature, self._vocab_size, self._group.tp_group, steered)
 
     def sum_rows(self, sums: torch.Tensor) -> torch.Tensor:
         """Context-parallel ranks have the same rows, in the same order, and each its own tokens of them."""

@@ -13,7 +13,6 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from trainer.loss_spec import LossSpec
 
@@ -267,33 +266,3 @@ def value_sums(clip: float | None, tokens: ValueTokens) -> tuple[torch.Tensor, t
     loss = 0.5 * errors.sum()
     before = (tokens.old - tokens.returns).double().square().sum()
     return loss, torch.tensor([float(0.5 * errors.detach().double().sum()), float(clipped.sum()), float(before)], dtype=torch.float64)
-
-
-class _VocabEntropy(torch.autograd.Function):
-    """H = log Z - sum p z, and dH/dz = -p (log p + H): local once Z and H are known."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, group: Any) -> torch.Tensor:
-        shift = logits.detach().amax(-1, keepdim=True)
-        dist.all_reduce(shift, op=dist.ReduceOp.MAX, group=group)
-        shifted = logits - shift
-        weights = shifted.exp()
-        sums = torch.stack([weights.sum(-1), (weights * shifted).sum(-1)])
-        dist.all_reduce(sums, group=group)
-        entropy = sums[0].log() - sums[1] / sums[0]
-        if ctx.needs_input_grad[0]:
-            # A tensor of its own, for the caller may overwrite the logits.
-            ctx.save_for_backward(weights / sums[0][:, None], entropy)
-        return entropy
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        probability, entropy = ctx.saved_tensors
-        slope = -(torch.special.xlogy(probability, probability) + probability * entropy[:, None])
-        return slope * gradients[0][:, None], None
-
-
-def vocab_entropy(logits: torch.Tensor, group: Any) -> torch.Tensor:
-    """Entropy of softmax(logits) when the vocabulary is split over `group`. [n, V / tp] -> [n]"""
-    entropy: torch.Tensor = _VocabEntropy.apply(logits, group)
-    return entropy

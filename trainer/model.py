@@ -14,7 +14,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -23,7 +22,6 @@ from mbridge.core.safetensor_io import SafeTensorIO
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
@@ -39,6 +37,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from transformers import AutoConfig
 
 from trainer import moe
+from trainer.fused import rms_norm, rotated, rotation, zigzag
 from trainer.group import Group
 from trainer.layout import expert_count, misfit, sparse_layers
 from trainer.spec import TrainerSpec
@@ -80,7 +79,7 @@ class RMSNorm(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps)
 
 
 class NormColumnParallelLinear(ColumnParallelLinear):
@@ -92,8 +91,7 @@ class NormColumnParallelLinear(ColumnParallelLinear):
         self.layer_norm_weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        normed = F.rms_norm(x, (x.shape[-1],), self.layer_norm_weight, self.config.layernorm_epsilon)
-        return super().forward(normed, *args, **kwargs)
+        return super().forward(rms_norm(x, self.layer_norm_weight, self.config.layernorm_epsilon), *args, **kwargs)
 
 
 class ValueHead(torch.nn.Module):
@@ -128,26 +126,15 @@ class _GatherCP(torch.autograd.Function):
         return gradient[ctx.group.rank()].clone(), None
 
 
-def zigzag(length: int, cp_size: int, cp_rank: int) -> np.ndarray:
-    """The positions of a sequence that a context-parallel rank holds: one slice from the front, its mirror from the back, so that causal
-    attention costs every rank the same. `length` is a multiple of 2·cp_size. [length / cp_size]"""
-    if cp_size == 1:
-        return np.arange(length)
-    slice_length = length // (2 * cp_size)
-    front = np.arange(cp_rank * slice_length, (cp_rank + 1) * slice_length)
-    back = np.arange((2 * cp_size - 1 - cp_rank) * slice_length, (2 * cp_size - cp_rank) * slice_length)
-    return np.concatenate([front, back])
-
-
 class PackedAttention(torch.nn.Module):
-    """Causal attention inside each sequence of a pack; grouped-query heads."""
+    """Rotary embedding and causal attention inside each sequence of a pack; grouped-query heads."""
 
     def __init__(
         self, config: Any, layer_number: int, attn_mask_type: Any, attention_type: str, *, pg_collection: Any = None, **_: Any
     ) -> None:
         super().__init__()
         self.cp_group = pg_collection.cp if pg_collection is not None else parallel_state.get_context_parallel_group()
-        self.scale = config.kv_channels**-0.5
+        self.dimension, self.rotary_base = config.kv_channels, config.rotary_base
 
     def forward(
         self,
@@ -161,24 +148,27 @@ class PackedAttention(torch.nn.Module):
     ) -> torch.Tensor:
         """query [t, heads, dim], key and value [t, groups, dim] -> [t, heads * dim]; t is this rank's share of the pack."""
         lengths = packed_seq_params.cu_seqlens_q.diff().tolist()
-        cp_size = self.cp_group.size()
+        cp_size, cp_rank = self.cp_group.size(), self.cp_group.rank()
+        cos, sin = rotation(tuple(lengths), cp_size, cp_rank, self.dimension, self.rotary_base, query.device)
+        query, key = rotated(query, cos, sin), rotated(key, cos, sin)
+        # Split, not sliced: the backward of a slice is as wide as the pack.
+        groups = runs(lengths)
+        shares = [count * length // cp_size for length, count in groups]
         gathered = _GatherCP.apply(torch.stack([key, value], dim=1), self.cp_group) if cp_size > 1 else None
-        outputs, start = [], 0
-        for length, count in runs(lengths):
-            rows = count * length // cp_size
-            share = slice(start, start + rows)
-            start += rows
-            q = query[share].view(count, length // cp_size, *query.shape[1:]).transpose(1, 2)
+        parts = zip(key.split(shares), value.split(shares), strict=True) if gathered is None else gathered.split(shares, dim=1)
+        outputs = []
+        for (length, count), q, part in zip(groups, query.split(shares), parts, strict=True):
+            q = q.unflatten(0, (count, length // cp_size)).transpose(1, 2)
             if gathered is None:
-                k, v = (x[share].view(count, length, *x.shape[1:]).transpose(1, 2) for x in (key, value))
+                k, v = (x.unflatten(0, (count, length)).transpose(1, 2) for x in part)
                 mask = None
             else:
                 where = [torch.from_numpy(zigzag(length, cp_size, rank)) for rank in range(cp_size)]
-                both = gathered[:, share].unflatten(1, (count, length // cp_size))  # [cp, count, length/cp, 2, groups, dim]
+                both = part.unflatten(1, (count, length // cp_size))  # [cp, count, length/cp, 2, groups, dim]
                 k, v = both.permute(3, 1, 4, 0, 2, 5).flatten(3, 4).unbind(0)
-                mask = where[self.cp_group.rank()][:, None] >= torch.cat(where)[None, :]
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=True)
-            outputs.append(out.transpose(1, 2).reshape(rows, -1))
+                mask = where[cp_rank][:, None] >= torch.cat(where)[None, :]
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
+            outputs.append(out.transpose(1, 2).flatten(0, 1).flatten(1))
         return torch.cat(outputs)
 
 
@@ -233,7 +223,9 @@ def bridge_class(model_type: str, value_head: bool = False) -> type:
         def _build_base_config(self, text_config_key: str | None = None, **kwargs: Any) -> Any:
             if "moe_router_pre_softmax" in kwargs:  # softmax over the chosen experts is the same as over all, normalised
                 kwargs["moe_router_pre_softmax"] = not self.hf_config.norm_topk_prob
-            return super()._build_base_config(text_config_key, **{**kwargs, **_ON_CPU})
+            config = super()._build_base_config(text_config_key, **{**kwargs, **_ON_CPU})
+            config.rotary_base = rope_theta(self.hf_config)
+            return config
 
         def _adjust_mapping_for_shared_weights(self) -> None:
             if value_head:
@@ -261,8 +253,7 @@ def bridge_class(model_type: str, value_head: bool = False) -> type:
             return {
                 "vocab_size": self.hf_config.vocab_size,
                 "max_sequence_length": self.hf_config.max_position_embeddings,
-                "position_embedding_type": "rope",
-                "rotary_base": rope_theta(self.hf_config),
+                "position_embedding_type": "none",  # PackedAttention turns queries and keys
             }
 
     return CPUBridge
@@ -393,7 +384,6 @@ def load_module(spec: TrainerSpec, group: Group, model_path: Path, *, value_head
     if config.num_moe_experts:
         config.sequence_parallel = spec.tp > 1  # Megatron's experts demand it, whatever the spec says
     config.finalize_model_grads_func = finalize_model_grads
-    RotaryEmbedding.forward.cache_clear()  # it holds every earlier model alive
     first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
     model = bridge._model_provider([])(first, last)
     head = None
@@ -444,10 +434,7 @@ def has_value_head(model_path: Path) -> bool:
 def packing(padded_lengths: list[int], routes: torch.Tensor | None = None) -> PackedSeqParams:
     """Positions restart in every sequence. `padded_lengths` are whole, not the context-parallel shares."""
     ends = torch.tensor([0, *padded_lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    # Rounded up, so that the table of angles is one of few and cached; never the pack's own length, which would mean running positions.
-    longest = -(-max(padded_lengths) // 64) * 64
-    if longest == sum(padded_lengths):
-        longest += 64
+    longest = max(padded_lengths)
     return moe.RoutedPacking(
         qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=longest, max_seqlen_kv=longest, routes=routes
     )

@@ -16,7 +16,8 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from store import Lease, StoreError, open_store
-from trainer.model import packing, zigzag
+from trainer.fused import zigzag
+from trainer.model import packing
 from trainer.routes import Routing, packed_routes
 from trainer.wire import PlanRow
 

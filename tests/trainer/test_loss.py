@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, get_args
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
@@ -27,7 +26,6 @@ from trainer.loss import (
     loss_sums,
     units,
     value_sums,
-    vocab_entropy,
 )
 from trainer.loss_spec import POLICIES, KLSpec, LossSpec
 from trainer.own_loss import made_up_tokens
@@ -378,26 +376,6 @@ def test_every_choice_of_a_spec_is_in_its_registry() -> None:
 def test_options_that_do_not_fit_together_are_refused_with_the_remedy(loss: dict[str, Any], words: str) -> None:
     with pytest.raises(ValidationError, match=words):
         LossSpec.model_validate(loss)
-
-
-@pytest.fixture(scope="module")
-def alone_group() -> Iterator[Any]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
-
-
-def test_the_entropy_s_gradient_is_that_of_its_definition_and_survives_overwritten_logits(alone_group: Any) -> None:
-    logits = torch.randn(5, 11, dtype=torch.float64, requires_grad=True)
-    weights = torch.randn(5, dtype=torch.float64)
-    every = logits.log_softmax(-1)
-    expected = -(every.exp() * every).sum(-1)
-    copy = logits * 1.0
-    found = vocab_entropy(copy, alone_group)
-    copy.data.zero_()
-    assert torch.allclose(found, expected, rtol=1e-12, atol=1e-12)
-    (wanted,) = torch.autograd.grad(expected @ weights, logits)
-    assert_close(list(torch.autograd.grad(found @ weights, logits)), [wanted])
 
 
 @settings(deadline=None, max_examples=40)

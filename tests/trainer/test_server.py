@@ -135,7 +135,7 @@ async def test_what_cannot_be_done_is_refused_in_words_and_the_trainer_stays_wel
         for row, status, words in wrong.values():
             code, message = await refusal(client.train(0, 0, 1e-3, [MiniBatch(ranks=[[drawn], [[row]]])]))
             assert code == status and words in message
-        assert "lacks input_ids" in (await refusal(client.logprobs([drawn[0].model_copy(update={"rollout": _reward(store)})])))[1]
+        assert "has no column input_ids" in (await refusal(client.logprobs([drawn[0].model_copy(update={"rollout": _reward(store)})])))[1]
         assert (await client.train(0, 0, 1e-3, halves(drawn))).trained_version == 1
         nothing = await client.train(1, 0, 1e-3, [])
         assert nothing.trained_version == 2 and nothing.skipped and "no token to train" in nothing.skipped
