@@ -253,7 +253,7 @@ class _Board:
         self._last_batch = batch_id
         values = [
             events.Summary.Value(tag=name, simple_value=float(value))
-            for name, value in metrics.items()
+            for name, value in _one_by_one(metrics)
             if name != "batch_id" and isinstance(value, int | float) and not isinstance(value, bool)
         ]
         self._writer.write_event(events.Event(wall_time=now, step=batch_id, summary=events.Summary(value=values)))
@@ -284,6 +284,15 @@ class _Events:
         from tensorboardX.proto.summary_pb2 import Summary
 
         self.EventsWriter, self.Event, self.SessionLog, self.Summary = EventsWriter, Event, SessionLog, Summary
+
+
+def _one_by_one(metrics: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """A mapping's values one by one, as name/key."""
+    for name, value in metrics.items():
+        if isinstance(value, Mapping):
+            yield from ((f"{name}/{key}", each) for key, each in value.items())
+        else:
+            yield name, value
 
 
 @functools.cache

@@ -18,8 +18,8 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from trainer.layout import misfit
-from trainer.spec import LossSpec
+from trainer.layout import misfit, misplaced
+from trainer.loss_spec import CriticSpec, LossSpec, check_critic
 
 
 class ConfigError(ValueError):
@@ -96,10 +96,10 @@ class RewardConfig(_Section):
 class LossConfig(LossSpec):
     """The trainer's loss, and the advantage that goes into it."""
 
-    advantage: Literal["group_mean", "dr_grpo", "grpo", "rloo", "reinforce_pp"] = Field(
+    advantage: Literal["group_mean", "dr_grpo", "grpo", "rloo", "reinforce_pp", "length_aware"] = Field(
         "group_mean",
         description="group_mean, dr_grpo: reward - the group's mean; grpo: also over the group's std; rloo: reward - the others' mean; "
-        "reinforce_pp: reward - the group's mean, over the whole batch's std",
+        "reinforce_pp: reward - the group's mean, over the whole batch's std; length_aware: reward - the mean weighted by length",
     )
 
     @property
@@ -108,11 +108,35 @@ class LossConfig(LossSpec):
         return LossSpec.model_validate(self.model_dump(exclude={"advantage"}))
 
 
+class CriticConfig(CriticSpec):
+    """PPO's critic. With one, advantages are made per token from the leaf's score, and `loss.advantage` is not used."""
+
+    learning_rate: float = Field(1e-3, gt=0, description="follows the schedule of trainer.learning_rate")
+
+    @property
+    def spec(self) -> CriticSpec:
+        return CriticSpec.model_validate(self.model_dump(exclude={"learning_rate"}))
+
+
 class TrainerConfig(_Section):
     tp: int = Field(1, ge=1, le=64, description="tensor-parallel ranks: each layer's heads and widths are split over them")
     pp: int = Field(1, ge=1, le=64, description="pipeline stages: the layers are split over them")
     cp: int = Field(1, ge=1, le=64, description="context-parallel ranks: each sequence is split over them")
     dp: int = Field(1, ge=1, le=64, description="data-parallel ranks; the trainer has tp x pp x cp x dp ranks in all")
+    ep: int = Field(1, ge=1, le=64, description="the experts of a mixture are split over so many of a stage's tp x cp x dp ranks")
+    routing_replay: bool = Field(
+        False, description="tokens go to the experts their row's `routed_experts` name; rows without it are routed by the live router"
+    )
+    dtype: Literal["float32", "bfloat16"] = Field(
+        "float32", description="of weights, activations and pushes, and of the engines; the optimizer's weights stay float32"
+    )
+    sequence_parallel: bool = Field(False, description="with tp above 1: norms and residuals are split along the sequence, not repeated")
+    recompute: Literal["none", "selective", "full"] = Field(
+        "none", description="memory for time: attention's core, or whole layers, are computed again in the backward pass"
+    )
+    distributed_optimizer: bool = Field(False, description="the optimizer's state is spread over data- and context-parallel ranks")
+    optimizer: Literal["adam", "sgd"] = "adam"
+    momentum: float = Field(0.9, ge=0, lt=1, description="sgd only; betas and eps are adam's")
     learning_rate: float = Field(3e-4, gt=0)
     warmup_batches: int = Field(0, ge=0)
     schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="decay to zero at stop.batches")
@@ -121,8 +145,20 @@ class TrainerConfig(_Section):
     weight_decay: float = Field(0.0, ge=0)
     grad_clip: float = Field(1.0, gt=0)
     loss: LossConfig = LossConfig()
+    critic: CriticConfig | None = Field(None, description="a value model beside the policy; {} takes the defaults")
     threads_per_rank: int = Field(1, ge=1)
     step_deadline_s: float = Field(600.0, gt=0, description="a training call without an answer for this long: the group is restarted")
+
+    @model_validator(mode="after")
+    def _a_critic_that_fits(self) -> TrainerConfig:
+        check_critic(self.loss, self.critic)
+        return self
+
+    @model_validator(mode="after")
+    def _switches(self) -> TrainerConfig:
+        if why := misplaced(self.tp, self.sequence_parallel, self.distributed_optimizer, self.optimizer):
+            raise ValueError(why)
+        return self
 
     def learning_rate_at(self, batch_id: int, last_batch: int | None) -> float:
         """The rate of a batch, from its id alone, so that a restart or a replay gets the same one."""
@@ -147,7 +183,11 @@ class CheckpointConfig(_Section):
 class PushConfig(_Section):
     bucket_bytes: int = Field(64 << 20, ge=1 << 10)
     deadline_s: float = Field(60.0, gt=0, description="one engine's whole push; later it is quarantined")
-    logprob_tolerance: float = Field(1e-3, gt=0, description="largest difference of the fixed sequence's log-probs, engine to trainer")
+    logprob_tolerance: float | None = Field(
+        None,
+        gt=0,
+        description="largest difference of the fixed sequence's log-probs, engine to trainer; null: 1e-3, with trainer.dtype bfloat16 0.1",
+    )
 
 
 class StopConfig(_Section):
@@ -227,6 +267,11 @@ class RunConfig(_Section):
         return self.store.directory or Path(f"/dev/shm/headrace-{os.getuid()}-{self.run_id}")
 
     @property
+    def logprob_tolerance(self) -> float:
+        """Two programs that compute in bf16 are some hundredths apart, and a wrong tensor several units."""
+        return self.push.logprob_tolerance or (0.1 if self.trainer.dtype == "bfloat16" else 1e-3)
+
+    @property
     def row_tokens(self) -> int:
         """The longest row there can be."""
         return self.rollout.context_length
@@ -303,19 +348,14 @@ def _check_files(config: RunConfig, base: Path) -> RunConfig:
         raise ConfigError(
             f"rollout.context_length ({config.rollout.context_length}) exceeds the model's max_position_embeddings ({max_positions})"
         )
-    if why := misfit(model, config.trainer.tp, config.trainer.pp):
+    trainer = config.trainer
+    if why := misfit(model, trainer.tp, trainer.pp, trainer.cp, trainer.dp, trainer.ep, routing_replay=trainer.routing_replay):
         raise ConfigError(f"trainer: {why}")
     scorers = {}
     for task_type, scorer in config.reward.scorers.items():
-        if scorer.function and ":" not in scorer.function:
-            raise ConfigError(f"reward.scorers.{task_type}.function {scorer.function!r}: write it as path/file.py:name or module:name")
-        if scorer.function and ".py:" in scorer.function:
-            file, _, attribute = scorer.function.rpartition(":")
-            resolved = (base / file).resolve()
-            if not resolved.is_file():
-                raise ConfigError(f"reward.scorers.{task_type}.function: there is no file {resolved}")
-            _check_name(resolved, attribute, f"reward.scorers.{task_type}.function")
-            scorer = scorer.model_copy(update={"function": f"{resolved}:{attribute}"})
+        if scorer.function:
+            function = _own_function(scorer.function, base, f"reward.scorers.{task_type}.function")
+            scorer = scorer.model_copy(update={"function": function})
         scorers[task_type] = scorer
     _check_store(config, model_path)
     data = (base / config.data).resolve() if config.data else None
@@ -326,10 +366,43 @@ def _check_files(config: RunConfig, base: Path) -> RunConfig:
         update={
             "model": ModelConfig(path=model_path),
             "reward": config.reward.model_copy(update={"scorers": scorers}),
+            "trainer": _trainer_files(trainer, base),
             "data": data,
             "service": config.service.model_copy(update={"data_roots": roots}),
         }
     )
+
+
+def _trainer_files(trainer: TrainerConfig, base: Path) -> TrainerConfig:
+    loss, critic = trainer.loss, trainer.critic
+    if loss.own_policy:
+        loss = loss.model_copy(update={"policy": _own_function(loss.policy, base, "trainer.loss.policy")})
+    if loss.kl.reference is not None:
+        path = _model_directory(base / loss.kl.reference, "trainer.loss.kl.reference")
+        loss = loss.model_copy(update={"kl": loss.kl.model_copy(update={"reference": path})})
+    if critic is not None and critic.model_path is not None:
+        critic = critic.model_copy(update={"model_path": _model_directory(base / critic.model_path, "trainer.critic.model_path")})
+    return trainer.model_copy(update={"loss": loss, "critic": critic})
+
+
+def _model_directory(path: Path, where: str) -> Path:
+    if not (path / "config.json").is_file():
+        raise ConfigError(f"{where} {path.resolve()} is no Hugging Face checkpoint directory: it has no config.json")
+    return path.resolve()
+
+
+def _own_function(target: str, base: Path, where: str) -> str:
+    """The user's function with its file's whole path. Nothing of the user's is run here."""
+    if ":" not in target:
+        raise ConfigError(f"{where} {target!r}: write it as path/file.py:name or module:name")
+    file, _, attribute = target.rpartition(":")
+    if not file.endswith(".py"):
+        return target
+    resolved = (base / file).resolve()
+    if not resolved.is_file():
+        raise ConfigError(f"{where}: there is no file {resolved}")
+    _check_name(resolved, attribute, where)
+    return f"{resolved}:{attribute}"
 
 
 def _check_name(file: Path, name: str, where: str) -> None:
@@ -353,7 +426,7 @@ def _check_store(config: RunConfig, model_path: Path) -> None:
     """The worst case must fit (B2): every row there can be between two checkpoints at full length, and three copies of the weights."""
     batches = config.checkpoint.every + config.staleness.bound + 1
     rows_bytes = config.batch.samples * config.sample_bytes * batches
-    needed = rows_bytes + 3 * weights_bytes(model_path)
+    needed = rows_bytes + 3 * weights_bytes(model_path, config.trainer.dtype)
     if needed > config.store.capacity_bytes:
         raise ConfigError(
             f"store.capacity_bytes ({config.store.capacity_bytes:,}) is too small: {batches} batches of rows at full length and three "
@@ -361,11 +434,11 @@ def _check_store(config: RunConfig, model_path: Path) -> None:
         )
 
 
-def weights_bytes(model_path: Path) -> int:
-    """The size of a snapshot in float32, from the files of the checkpoint."""
+def weights_bytes(model_path: Path, dtype: str) -> int:
+    """The size of a snapshot in the trainer's dtype, from the files of the checkpoint."""
     stored = json.loads((model_path / "config.json").read_text())
     half = (stored.get("dtype") or stored.get("torch_dtype")) in ("bfloat16", "float16")
-    return sum(file.stat().st_size for file in model_path.glob("*.safetensors")) * (2 if half else 1)
+    return sum(file.stat().st_size for file in model_path.glob("*.safetensors")) * (2 if half else 1) // (2 if dtype == "bfloat16" else 1)
 
 
 def _explain(error: ValidationError) -> str:

@@ -73,7 +73,7 @@ class Dispatch:
         self.generating = 0
         self.tokens_sampled = 0
         self.tokens_resampled = 0
-        self._weights_bytes = weights_bytes(core.config.model.path)
+        self._weights_bytes = weights_bytes(core.config.model.path, core.config.trainer.dtype)
         self._store_seen_at = time.monotonic()
         self._store_stats = core.store.stats()
         self.progress: dict[str, int] = {}  # tokens so far, by trajectory in flight

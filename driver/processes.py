@@ -167,6 +167,7 @@ class Processes:
                 "--stream-interval": rollout.stream_interval,
                 "--random-seed": self._config.seed * 1000 + index,
                 "--threads": rollout.threads,
+                "--dtype": self._config.trainer.dtype,  # what a push brings; its checksums are of those bytes
             }
             switches = ["--deterministic"] if rollout.deterministic else []
             return self._module("rollout.engine", *(str(part) for flag in flags.items() for part in flag), *switches, *rollout.engine_args)
@@ -203,10 +204,22 @@ class Processes:
                 pp=trainer.pp,
                 cp=trainer.cp,
                 dp=trainer.dp,
+                ep=trainer.ep,
+                routing_replay=trainer.routing_replay,
                 seed=config.seed,
                 loss=trainer.loss.spec,
+                critic=trainer.critic.spec if trainer.critic is not None else None,
+                dtype=trainer.dtype,
+                sequence_parallel=trainer.sequence_parallel,
+                recompute=trainer.recompute,
+                distributed_optimizer=trainer.distributed_optimizer,
                 optimizer=OptimizerSpec(
-                    betas=trainer.betas, eps=trainer.eps, weight_decay=trainer.weight_decay, grad_clip=trainer.grad_clip
+                    kind=trainer.optimizer,
+                    momentum=trainer.momentum,
+                    betas=trainer.betas,
+                    eps=trainer.eps,
+                    weight_decay=trainer.weight_decay,
+                    grad_clip=trainer.grad_clip,
                 ),
                 micro_batch_tokens=config.batch.micro_batch_tokens,
                 threads_per_rank=trainer.threads_per_rank,

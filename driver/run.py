@@ -71,7 +71,7 @@ class Run:
         self.pusher = Pusher(
             self.pool,
             deadline_s=config.push.deadline_s,
-            logprob_tolerance=config.push.logprob_tolerance,
+            logprob_tolerance=config.logprob_tolerance,
             replace=lambda slot, reason: self.processes.replace(slot.engine_id, reason),
         )
         self.publisher = Publisher(self.core, self.pool, self.pusher)

@@ -184,20 +184,27 @@ class Training:
         return batch_id
 
     def _plan(self, batch_id: int, samples: list[Sample], state: str) -> bytes:
-        """The plan as it will be sent, but for epoch and rate. Rows of advantage 0 have no effect and stay out (N6)."""
+        """The plan as it will be sent, but for epoch and rate. Without a critic rows of advantage 0 have no effect and stay out (N6)."""
         config = self._core.config
         rows: dict[str, WireRow] = {}
         to_plan: list[PlanRow] = []
         groups = {sample.uid: sample.in_state(state) for sample in samples}
         rewards = {uid: [t.reward for t in group if t.reward is not None] for uid, group in groups.items()}
         assert all(len(rewards[uid]) == len(group) for uid, group in groups.items())
-        made = advantages(rewards, config.trainer.loss.advantage)
+        lengths = {uid: [sum(leaf.response_tokens for leaf in t.leaves) for t in group] for uid, group in groups.items()}
+        made = advantages(rewards, config.trainer.loss.advantage, lengths)
         for uid, group in groups.items():
             for trajectory, advantage in zip(group, made[uid], strict=True):
                 for leaf in trajectory.leaves:
-                    if advantage != 0.0:
-                        rollout = WireRef.model_validate(leaf.rollout)
-                        rows[leaf.row_id] = WireRow(row_id=leaf.row_id, rollout=rollout, advantage=advantage, length=leaf.length)
+                    if advantage != 0.0 or config.trainer.critic is not None:
+                        rows[leaf.row_id] = WireRow(
+                            row_id=leaf.row_id,
+                            rollout=WireRef.model_validate(leaf.rollout),
+                            advantage=advantage,
+                            score=leaf.score,
+                            sequence=trajectory.traj_uid,
+                            length=leaf.length,
+                        )
                         to_plan.append(PlanRow(leaf.row_id, uid, leaf.length))
         planned = plan(
             to_plan,
@@ -218,10 +225,14 @@ class Training:
         if any(len(mini.ranks) != core.config.trainer.dp for mini in mini_batches):
             # Planned for another number of ranks before a restart: the same rows, dealt out anew.
             mini_batches = _decode_plan(self._plan(batch_id, [core.ledger.samples[uid] for uid in batch.uids], "consumed"))
-        rate = core.config.trainer.learning_rate_at(batch_id, core.config.stop.batches)
+        trainer = core.config.trainer
+        rate = trainer.learning_rate_at(batch_id, core.config.stop.batches)
+        critic_rate = trainer.critic.learning_rate * rate / trainer.learning_rate if trainer.critic is not None else 0.0
         core.waiting("trainer", None)
         with self.busy.working():
-            report = await self._trainer().train(batch_id, core.ledger.epoch, rate, mini_batches, core.config.trainer.step_deadline_s)
+            report = await self._trainer().train(
+                batch_id, core.ledger.epoch, rate, mini_batches, trainer.step_deadline_s, critic_lr=critic_rate
+            )
             core.apply(
                 BatchApplied(
                     batch_id=batch_id,

@@ -20,7 +20,8 @@ ANY_NAME = "*"
 
 @dataclass(frozen=True, slots=True)
 class FieldSpec:
-    """`shape` is numbers and letters (S tokens, R = S − 1 response positions, K spans, … anything); `dtype` may name several, with |."""
+    """`shape` is numbers and letters (S tokens, R = S − 1 response positions, K spans, Q ≤ R routed tokens, L layers, E experts of a
+    token, … anything); `dtype` may name several, with |. What is `optional` is checked where it is there."""
 
     name: str
     hop: str
@@ -31,6 +32,7 @@ class FieldSpec:
     owner: str
     ends: str
     meaning: str
+    optional: bool = False
 
 
 _ROW_ENDS = "when the row is committed or discarded"
@@ -38,6 +40,9 @@ _ROW_ENDS = "when the row is committed or discarded"
 
 def _rollout(name: str, dtype: str, shape: tuple[str | int, ...], meaning: str) -> FieldSpec:
     return FieldSpec(name, "rollout", dtype, shape, "rollout.tree", ("trainer", "driver.archive"), "driver", _ROW_ENDS, meaning)
+
+
+_ROUTES = "optional: the experts of each layer that the last Q of the first R tokens went to when they were sampled"
 
 
 def _reward(name: str, dtype: str, meaning: str) -> FieldSpec:
@@ -50,6 +55,9 @@ FIELDS: tuple[FieldSpec, ...] = (
     _rollout("rollout_log_probs", "float32", ("R",), "the engine's log-probs at the row's temperature; 0 where the mask is 0"),
     _rollout("version_spans", "int64", ("K", 4), "(epoch, version, start, end) over response positions [0, R)"),
     _rollout("temperature", "float32", (), "the sampling temperature"),
+    FieldSpec(
+        "routed_experts", "rollout", "uint8|int16|int32", ("Q", "L", "E"), "rollout.tree", ("trainer",), "driver", _ROW_ENDS, _ROUTES, True
+    ),
     _reward("score", "float32", "what the scorer said"),
     _reward("is_correct", "uint8", "1, 0, or 255 when the scorer did not say"),
     FieldSpec(
@@ -84,12 +92,13 @@ def validate(hop: str, columns: Mapping[str, Value]) -> None:
             _check_dtype(fields[0], name, column)
         return
     expected = [field.name for field in fields]
-    missing, unknown = [name for name in expected if name not in columns], [name for name in columns if name not in expected]
+    missing = [field.name for field in fields if field.name not in columns and not field.optional]
+    unknown = [name for name in columns if name not in expected]
     if missing or unknown:
         wrong = [f"lacks {', '.join(missing)}"] * bool(missing) + [f"has the unknown {', '.join(unknown)}"] * bool(unknown)
         raise ValueError(f"an object of hop {hop!r} {' and '.join(wrong)}; its columns are {', '.join(expected)}")
     sizes: dict[str, int] = {}
-    for field in fields:
+    for field in (field for field in fields if field.name in columns):
         _check_dtype(field, field.name, columns[field.name])
         _check_shape(field, _array(columns[field.name]), sizes)
     arrays = {name: _array(column) for name, column in columns.items()}
@@ -174,6 +183,11 @@ def _check_rollout(arrays: Mapping[str, np.ndarray]) -> None:
         raise ValueError(f"rollout_log_probs is not finite at position {int(np.flatnonzero(~np.isfinite(log_probs))[0])}")
     if log_probs[mask == 0].any():
         raise ValueError("rollout_log_probs is not 0 where response_mask is 0")
+    routes = arrays.get("routed_experts")
+    if routes is not None and len(routes) > mask.size:
+        raise ValueError(f"routed_experts speaks of {len(routes)} tokens; the last token is never routed, so at most R = {mask.size}")
+    if routes is not None and routes.size and routes.min() < 0:
+        raise ValueError("routed_experts holds a negative number; leave out leading tokens whose experts are not known")
     if not (np.isfinite(arrays["temperature"]) and arrays["temperature"] > 0):
         raise ValueError(f"temperature is {float(arrays['temperature'])}; it must be a number above 0")
     covered, before = np.zeros(mask.shape, bool), 0

@@ -115,7 +115,20 @@ def test_the_demo_in_another_layout_of_the_trainer_runs_to_its_end_and_its_check
     assert gaps and max(gaps) < 1e-4, "M5: what the engines sampled with is what this layout computes"
     checkpoint = newest(run / "checkpoints")
     assert checkpoint is not None and checkpoint.trained_version == 3
-    assert checkpoint.meta.layout == {"tp": 1, "pp": 1, "cp": 1, "dp": 1} | settings
+    assert checkpoint.meta.layout == {"tp": 1, "pp": 1, "cp": 1, "dp": 1, "ep": 1} | settings
     model, facts = AutoModelForCausalLM.from_pretrained(checkpoint.hf_path, output_loading_info=True)
     assert not any(facts.values()), facts
     assert model.get_input_embeddings().weight.shape == (259, 128)
+
+
+@pytest.mark.slow
+def test_the_demo_in_bf16_pushes_bf16_to_engines_that_hold_it_and_runs_to_its_end(tmp_path):
+    rows = [{"prompt": f"sort {n} =", "answer": str(n)} for n in range(100, 140)]
+    run = run_to_the_end(tmp_path, rows, "trainer.dtype=bfloat16", "trainer.tp=2", "stop.batches=3", "checkpoint.every=2")
+    batches = read_metrics(run)
+    assert len(batches) == 3
+    gaps = [batch["logprob_gap_max"] for batch in batches if batch["logprob_gap_rows"]]
+    assert gaps and 1e-4 < max(gaps) < 0.5, "M5: two programs in bf16, some hundredths apart"
+    checkpoint = newest(run / "checkpoints")
+    assert checkpoint is not None and checkpoint.trained_version == 3
+    assert json.loads((checkpoint.hf_path / "config.json").read_text())["dtype"] == "bfloat16"

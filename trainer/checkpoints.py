@@ -1,8 +1,11 @@
 """Checkpoints on disk, as far as one can see without torch.
 
     DIRECTORY/step_00000012/
-        hf/                 config, tokenizer, model.safetensors: loads in transformers
-        rank_00000.pt …     optimizer and random state of each rank
+        hf/                 config, tokenizer, the weights: loads in transformers
+        optimizer/          exp_avg/, exp_avg_sq/ (Adam) or momentum_buffer/ (SGD), weights/ (the fp32 ones behind bf16): under
+                            the weights' names, and as they are laid out in files; nothing in it depends on the trainer's layout
+        random/             rank_00000.safetensors …: random state, for the layout that wrote it
+        NAME/               hf/ and optimizer/ of each further model
         meta.json           written last: version, layout, and every other file with its size
 
 A checkpoint is written under another name and renamed when all of it is on the disk. A directory without meta.json, or in which a file is
@@ -22,6 +25,8 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 META = "meta.json"
+POLICY = "policy"
+"""The model whose files stand at the top of a checkpoint; others have a directory of their name."""
 _STEP = re.compile(r"step_(\d{8,})")
 _PARTIAL = re.compile(r"\.(partial|old)-.*")
 
@@ -31,7 +36,12 @@ class Meta(BaseModel):
 
     trained_version: int
     epoch: int
+    batch_id: int | None = None
+    """The last batch that was trained; None before the first."""
     layout: dict[str, int]
+    """The one that wrote it; any other reads it."""
+    optimizer_steps: dict[str, int] | None = None
+    """Model -> Adam's step count, of the models that have taken a step; None in a checkpoint of the old format, with rank_*.pt files."""
     torch: str
     megatron: str
     files: dict[str, int]
@@ -50,6 +60,14 @@ class Checkpoint:
     @property
     def hf_path(self) -> Path:
         return self.path / "hf"
+
+    def directory_of(self, model: str) -> Path:
+        """Where that model's hf/ and optimizer/ are."""
+        return directory_of(self.path, model)
+
+
+def directory_of(path: Path, model: str) -> Path:
+    return path if model == POLICY else path / model
 
 
 def read(path: Path) -> Checkpoint:
@@ -97,22 +115,37 @@ def begin(directory: Path) -> Path:
     return partial
 
 
-def publish(partial: Path, trained_version: int, epoch: int, layout: dict[str, int], versions: dict[str, str]) -> Checkpoint:
+def publish(
+    partial: Path,
+    trained_version: int,
+    epoch: int,
+    layout: dict[str, int],
+    versions: dict[str, str],
+    optimizer_steps: dict[str, int] | None = None,
+) -> Checkpoint:
     """Make it durable, then give it its name. One of the same version is replaced."""
     files = {str(path.relative_to(partial)): path.stat().st_size for path in sorted(partial.rglob("*")) if path.is_file()}
-    meta = Meta(trained_version=trained_version, epoch=epoch, layout=layout, files=files, **versions)
+    meta = Meta(
+        trained_version=trained_version,
+        epoch=epoch,
+        batch_id=trained_version - 1 if trained_version else None,
+        layout=layout,
+        optimizer_steps=optimizer_steps or {},
+        files=files,
+        **versions,
+    )
     for name in files:
-        _sync(partial / name)
+        sync(partial / name)
     (partial / META).write_text(json.dumps(meta.model_dump(), indent=1))
-    _sync(partial / META)
-    for path in (partial / "hf", partial):
-        _sync(path)
+    sync(partial / META)
+    for path in (*filter(Path.is_dir, partial.rglob("*")), partial):
+        sync(path)
     directory = partial.parent
     path = directory / f"step_{trained_version:08d}"
     if path.exists():
         path.rename(directory / f".old-{uuid.uuid4().hex}")
     partial.rename(path)
-    _sync(directory)
+    sync(directory)
     return Checkpoint(path, meta)
 
 
@@ -126,7 +159,7 @@ def prune(directory: Path, keep_last: int) -> None:
             shutil.rmtree(path)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -63,8 +63,10 @@ class TrainerClient:
     async def resume(self, path: str, deadline_s: float = 300.0) -> Loaded:
         return await self._call("POST", "/v1/resume", ResumeRequest(path=path), Loaded, deadline_s)
 
-    async def train(self, batch_id: int, epoch: int, lr: float, mini_batches: list[MiniBatch], deadline_s: float = 1800.0) -> TrainReport:
-        request = TrainRequest(batch_id=batch_id, epoch=epoch, lr=lr, mini_batches=mini_batches)
+    async def train(
+        self, batch_id: int, epoch: int, lr: float, mini_batches: list[MiniBatch], deadline_s: float = 1800.0, critic_lr: float = 0.0
+    ) -> TrainReport:
+        request = TrainRequest(batch_id=batch_id, epoch=epoch, lr=lr, critic_lr=critic_lr, mini_batches=mini_batches)
         return await self._call("POST", "/v1/train", request, TrainReport, deadline_s)
 
     async def logprobs(self, rows: list[PlanRow], deadline_s: float = 300.0) -> Logprobs:

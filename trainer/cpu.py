@@ -7,6 +7,8 @@ of four kinds, and each gets its CPU meaning here:
 * allocate there: a torch-function mode rewrites `device="cuda"` to the CPU and drops `pin_memory`;
 * random numbers: the CUDA generator's state is the CPU generator's, so the tracker's forks and recomputation are real;
 * what am I: `Tensor.type()` says `torch.cuda.FloatTensor`, the name Megatron's gradient buckets are keyed by.
+
+Two gaps of its mixture of experts are filled as well: see `_fill_gaps_of_experts`.
 """
 
 from __future__ import annotations
@@ -32,7 +34,10 @@ class _Nothing:
     def _nothing(self, *args: Any, **kwargs: Any) -> None:
         pass
 
-    record_event = wait_event = wait_stream = synchronize = record = wait = _nothing
+    def record_event(self, *args: Any, **kwargs: Any) -> _Nothing:
+        return _Nothing()
+
+    wait_event = wait_stream = synchronize = record = wait = _nothing
 
 
 class _OnCPU(TorchFunctionMode):
@@ -87,6 +92,22 @@ def install() -> None:
 
     megatron_random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     megatron_random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+    _fill_gaps_of_experts()
+
+
+def _fill_gaps_of_experts() -> None:
+    """What Megatron's mixture of experts takes for granted."""
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+    # The router asks whether this function of TransformerEngine is None, but where TransformerEngine is absent the name is undefined.
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+    # The dispatcher's split sizes become numbers on their way from the GPU; on the CPU they would stay tensors, which all_to_all refuses.
+    token_dispatcher.maybe_move_tensor_to_cpu = _as_numbers
+
+
+def _as_numbers(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 def enter_mode() -> None:

@@ -7,10 +7,12 @@ bucket until the next would not fit → the bucket becomes one object of the sto
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
+from mbridge.core.util import unwrap_model
 
 from store import Column, Exists, Ref, StoreError, open_store
 from trainer.group import Group
@@ -18,17 +20,42 @@ from trainer.model import Model
 from trainer.wire import TensorFacts, WireRef
 
 
-def hf_tensors(model: Model) -> Iterator[tuple[str, torch.Tensor]]:
+def hf_tensors(model: Model, instead: Callable[[torch.nn.Parameter], torch.Tensor] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
     """Name and contiguous tensor, each name once (a tied embedding is one). All ranks together, to the end.
 
-    A tensor may share memory with the weights: use it before the next step.
+    Of the weights, or of what `instead` gives for each parameter, in its shape. A tensor may share memory with the weights: use it
+    before the next step.
     """
     seen = set()
+    module = unwrap_model(model.chunk)
     with torch.no_grad():
-        for name, tensor in model.bridge.export_weights([model.chunk]):
+        for name, tensor in model.bridge.export_weights([module if instead is None else _StandIn(module, instead)]):
             if name not in seen:
                 seen.add(name)
                 yield name, tensor.detach().contiguous()
+
+
+class _StandIn:
+    """A model as mbridge's export sees it, with another tensor in each parameter's place.
+
+    The parameters themselves are left alone: to give one data of another dtype would cut it off from the hooks that gather its gradient.
+    """
+
+    def __init__(self, module: Any, instead: Callable[[torch.nn.Parameter], torch.Tensor]) -> None:
+        self._module, self._instead = module, instead
+        self.decoder = module.decoder
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        state: dict[str, torch.Tensor] = self._module.state_dict()
+        return state
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Walked twice by mbridge, first for the names alone: with collectives in `instead`, they run twice."""
+        for name, parameter in self._module.named_parameters():
+            tensor = self._instead(parameter).view(parameter.shape)  # an object of its own, for the attributes
+            for attribute in ("tensor_model_parallel", "partition_dim"):
+                setattr(tensor, attribute, getattr(parameter, attribute))
+            yield name, tensor
 
 
 def write_buckets(

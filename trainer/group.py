@@ -54,7 +54,12 @@ class Group:
             dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.size, timeout=timeout)
         self._control = dist.new_group(backend="gloo", timeout=timedelta(seconds=spec.control_timeout_s))
         parallel_state.initialize_model_parallel(
-            spec.tp, spec.pp, context_parallel_size=spec.cp, distributed_timeout_minutes=max(1, int(spec.work_timeout_s // 60))
+            spec.tp,
+            spec.pp,
+            context_parallel_size=spec.cp,
+            expert_model_parallel_size=spec.ep,
+            expert_tensor_parallel_size=1,  # an expert is whole on its rank
+            distributed_timeout_minutes=max(1, int(spec.work_timeout_s // 60)),
         )
         torch.manual_seed(spec.seed)
         model_parallel_cuda_manual_seed(spec.seed)
@@ -65,6 +70,11 @@ class Group:
         self.last_stage = parallel_state.is_pipeline_last_stage()
         self.speaks = self.last_stage and self.tp_rank == 0
         """Whether this rank's tokens count in a sum over all ranks: tensor-parallel ranks and pipeline stages hold the same tokens."""
+        indices = torch.zeros(self.size, dtype=torch.int64)
+        indices[self.rank] = self.dp_rank
+        dist.all_reduce(indices)
+        replicas = [dist.new_group((indices == index).nonzero()[:, 0].tolist(), timeout=timeout) for index in range(spec.dp)]
+        self._replica = replicas[self.dp_rank]
 
     def send(self, command: dict[str, Any] | None) -> None:
         """Rank 0 only. None is a sign of life."""
@@ -104,6 +114,12 @@ class Group:
         """Over the ranks that speak; the result is on all."""
         value = value if self.speaks else torch.zeros_like(value)
         dist.all_reduce(value)
+        return value
+
+    def sum_in_replica(self, value: torch.Tensor) -> torch.Tensor:
+        """Over the ranks that speak among those with this data-parallel index: they hold the same rows, each its own tokens of them."""
+        value = value if self.speaks else torch.zeros_like(value)
+        dist.all_reduce(value, group=self._replica)
         return value
 
     def maximum(self, value: torch.Tensor) -> torch.Tensor:

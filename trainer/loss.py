@@ -2,42 +2,75 @@
 
 Pure functions of tensors of any float dtype, so that they can be checked in float64 without a model. Nothing here divides by a count of a
 micro-batch: sums are added up over micro-batches and ranks, and divided once by `denominator` of a mini-batch's units, which makes every
-number the same for every split. A row is a sequence, and its length its trained tokens, wherever they are computed.
+number the same for every split. A sequence is a row, or all rows of a trajectory, and its length its trained tokens, wherever they are
+computed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 
-from trainer.spec import LossSpec
+from trainer.loss_spec import LossSpec
+
+SumRows = Callable[[torch.Tensor], torch.Tensor]
+"""[rows] sums over this rank's tokens -> sums over the rows' tokens wherever they are; not differentiated"""
+
+
+def alone(sums: torch.Tensor) -> torch.Tensor:
+    """The SumRows of a rank that has all tokens of its rows."""
+    return sums
 
 
 @dataclass(frozen=True, eq=False)
 class Tokens:
-    """Tokens of a micro-batch; all [n] but `length`."""
+    """The trained tokens of a micro-batch on this rank, one after the other: all [n] but those that say [rows].
+
+    What a policy loss may use. `log_probs` and `entropy` carry gradients, the entropy only if the loss has an entropy bonus.
+    """
 
     log_probs: torch.Tensor
     behaviour: torch.Tensor
     """The log-probs the tokens were sampled with."""
+    old: torch.Tensor
+    """What the ratio is against: `behaviour`, or recomputed when the global batch began."""
     advantage: torch.Tensor
+    weight: torch.Tensor
+    """The importance weight of the off-policy correction; 1 without one. Multiplied in after the policy loss."""
+    reference: torch.Tensor
+    """Log-probs under the frozen reference model; `old` when there is none."""
     entropy: torch.Tensor
+    counts: torch.Tensor
+    """bool: whether the token is in the loss. Others are in the metrics only; a policy loss is never asked about them."""
     row: torch.Tensor
-    length: torch.Tensor
+    """int64: which of the micro-batch's rows."""
+    row_tokens: torch.Tensor
     """[rows] all trained tokens of the row, those on other context-parallel ranks too."""
+    sequence_tokens: torch.Tensor
+    """[rows] all trained tokens of the row's sequence."""
+    sum_rows: SumRows = alone
 
     def at(self, index: torch.Tensor) -> Tokens:
-        return Tokens(
-            self.log_probs[index], self.behaviour[index], self.advantage[index], self.entropy[index], self.row[index], self.length
-        )
+        """Some of the tokens, of the same rows."""
+        per_token = [field.name for field in fields(self) if field.name not in ("row_tokens", "sequence_tokens", "sum_rows")]
+        return replace(self, **{name: getattr(self, name)[index] for name in per_token})
+
+    def row_means(self, values: torch.Tensor) -> torch.Tensor:
+        """[n] -> [n]: for each token the mean over its whole row, tokens on other ranks included. Not differentiated."""
+        sums = torch.zeros(len(self.row_tokens), dtype=torch.float64, device=values.device)
+        sums = self.sum_rows(sums.index_add(0, self.row, values.detach().double()))
+        return (sums / self.row_tokens)[self.row].to(values.dtype)
 
 
 Bounded = tuple[torch.Tensor, torch.Tensor]
 """[n] losses, and [n] whether a clip took effect"""
-SumRows = Callable[[torch.Tensor], torch.Tensor]
-"""[rows] sums over this rank's tokens -> sums over the rows' tokens wherever they are; not differentiated"""
+Policy = Callable[[Tokens, LossSpec], Any]
+"""A policy loss. Contract: one loss for each token, [n], differentiable in `log_probs`, or a pair of that and [n] bool (clipped). It may
+look at its token's own numbers and at `row_means`, and at nothing that depends on which rows share the micro-batch: no mean, no count, no
+position."""
 
 
 def _clipped(ratio: torch.Tensor, advantage: torch.Tensor, spec: LossSpec) -> Bounded:
@@ -45,53 +78,70 @@ def _clipped(ratio: torch.Tensor, advantage: torch.Tensor, spec: LossSpec) -> Bo
     return loss, ((advantage > 0) & (ratio > 1.0 + spec.clip_high)) | ((advantage < 0) & (ratio < 1.0 - spec.clip_low))
 
 
-def ppo_clip(tokens: Tokens, spec: LossSpec, sum_rows: SumRows) -> Bounded:
-    """max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) with r = exp(log_probs - behaviour).
+def ppo_clip(tokens: Tokens, spec: LossSpec) -> Bounded:
+    """max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) with r = exp(log_probs - old).
 
     PPO's clipped surrogate (Schulman et al. 2017, eq. 7) with the two sides of the clip apart (DAPO, Yu et al. 2025, 3.1).
     """
-    return _clipped(torch.exp(tokens.log_probs - tokens.behaviour), tokens.advantage, spec)
+    return _clipped(torch.exp(tokens.log_probs - tokens.old), tokens.advantage, spec)
 
 
-def dual_clip(tokens: Tokens, spec: LossSpec, sum_rows: SumRows) -> Bounded:
+def decoupled_ppo(tokens: Tokens, spec: LossSpec) -> Bounded:
+    """`ppo_clip` times exp(old - behaviour): the policy that sampled and the one that is clipped around are two.
+
+    Hilton et al. 2022, "Batch size-invariance for policy optimization", eq. 6; `old` is the proximal policy, that which began the batch.
+    """
+    loss, clipped = ppo_clip(tokens, spec)
+    return torch.exp(tokens.old - tokens.behaviour) * loss, clipped
+
+
+def dual_clip(tokens: Tokens, spec: LossSpec) -> Bounded:
     """`ppo_clip`, but at most -c A where A < 0, with c = dual_clip (Ye et al. 2020, "Mastering Complex Control in MOBA Games").
 
     There alone PPO's loss has no bound: an unlikely token that became likely.
     """
-    loss, clipped = ppo_clip(tokens, spec, sum_rows)
+    loss, clipped = ppo_clip(tokens, spec)
     bound = -spec.dual_clip * tokens.advantage
     above = (tokens.advantage < 0) & (loss > bound)
     return torch.where(above, bound, loss), clipped | above
 
 
-def gspo(tokens: Tokens, spec: LossSpec, sum_rows: SumRows) -> Bounded:
+def gspo(tokens: Tokens, spec: LossSpec) -> Bounded:
     """`ppo_clip` with one ratio a row, exp(mean over its tokens of log r), at each token (Zheng et al. 2025, "GSPO", 4.1).
 
     A token's ratio has the row's value and its own token's gradient (the paper's GSPO-token). With one advantage a row, and tokens
-    of a row weighing the same, that is GSPO's gradient, and none has to travel to other ranks.
+    of a row weighing the same, that is GSPO's gradient, and none has to travel to other ranks. Its ratio is a row's (a leaf's) always.
     """
-    log_ratio = (tokens.log_probs.detach() - tokens.behaviour).double()
-    sums = torch.zeros(len(tokens.length), dtype=torch.float64, device=log_ratio.device).index_add(0, tokens.row, log_ratio)
-    means = (sum_rows(sums) / tokens.length)[tokens.row].to(tokens.log_probs.dtype)
+    means = tokens.row_means(tokens.log_probs - tokens.old)
     return _clipped(torch.exp(means + (tokens.log_probs - tokens.log_probs.detach())), tokens.advantage, spec)
 
 
-def cispo(tokens: Tokens, spec: LossSpec, sum_rows: SumRows) -> Bounded:
+def cispo(tokens: Tokens, spec: LossSpec) -> Bounded:
     """-clip(r, 1 - clip_low, 1 + clip_high) A log_probs, the clipped ratio a constant (MiniMax-M1, 2025, 3.1, "CISPO").
 
     Every token keeps a gradient. The paper has no lower bound, which is clip_low 1.
     """
-    ratio = torch.exp(tokens.log_probs.detach() - tokens.behaviour)
+    ratio = torch.exp(tokens.log_probs.detach() - tokens.old)
     weight = ratio.clamp(1.0 - spec.clip_low, 1.0 + spec.clip_high)
     return -weight * tokens.advantage * tokens.log_probs, weight != ratio
 
 
-POLICIES: dict[str, Callable[[Tokens, LossSpec, SumRows], Bounded]] = {
+REGISTRY: dict[str, Policy] = {
     "ppo_clip": ppo_clip,
     "dual_clip": dual_clip,
     "gspo": gspo,
     "cispo": cispo,
+    "decoupled_ppo": decoupled_ppo,
 }
+
+
+def kl_penalty(log_ratio: torch.Tensor, estimator: str) -> torch.Tensor:
+    """Of KL(policy, reference) at the policy's tokens; log_ratio = log_probs - reference, [n] (Schulman 2020: k1, k2, k3)."""
+    if estimator == "k1":
+        return log_ratio
+    if estimator == "k2":
+        return 0.5 * log_ratio.square()
+    return torch.expm1(-log_ratio) + log_ratio
 
 
 @dataclass(frozen=True)
@@ -114,7 +164,7 @@ AGGREGATIONS: dict[str, Aggregation] = {
 
 
 def units(spec: LossSpec, lengths: Sequence[int]) -> float:
-    """What rows add to the count of their mini-batch; `lengths` are of the rows that have an advantage and a trained token."""
+    """What sequences add to the count of their mini-batch; `lengths` are their tokens in the loss, and none is 0."""
     return sum(map(AGGREGATIONS[spec.aggregation].units, lengths), 0.0)
 
 
@@ -130,7 +180,7 @@ class Sums:
     total: torch.Tensor
     highest: torch.Tensor
 
-    TOTALS = ("loss", "tokens", "clipped", "entropy", "kl")
+    TOTALS = ("loss", "tokens", "clipped", "entropy", "kl", "reference_kl")
     HIGHEST = ("ratio", "gap")
 
     @classmethod
@@ -141,35 +191,78 @@ class Sums:
         return Sums(self.total + other.total, torch.maximum(self.highest, other.highest))
 
 
-def alone(sums: torch.Tensor) -> torch.Tensor:
-    """The SumRows of a rank that has all tokens of its rows."""
-    return sums
-
-
-def loss_sums(spec: LossSpec, tokens: Tokens, same_weights: torch.Tensor, sum_rows: SumRows = alone) -> tuple[torch.Tensor, Sums]:
+def loss_sums(spec: LossSpec, tokens: Tokens, same_weights: torch.Tensor, policy: Policy) -> tuple[torch.Tensor, Sums]:
     """(the loss, not yet divided; all sums) of one micro-batch's trained tokens.
 
-    Tokens of advantage 0 are in the metrics only, with no entropy bonus either: their row, sent or left out, is the same step.
-    `same_weights` [n] says of which tokens the weights at hand are those that sampled them.
+    Tokens that do not count are in the metrics only, with no entropy bonus and no KL penalty either: their row, sent or left out, is the
+    same step. `same_weights` [n] says of which tokens the weights at hand are those that sampled them.
     """
     # By index, not by a factor 0: an infinite ratio in a row of no advantage would be NaN.
-    moved = tokens.at(tokens.advantage.nonzero().squeeze(1))
-    losses, clipped = POLICIES[spec.policy](moved, spec, sum_rows)
+    moved = tokens.at(tokens.counts.nonzero().squeeze(1))
+    losses, clipped = _policy_losses(policy, moved, spec)
+    losses = moved.weight * losses
+    if spec.kl.coefficient and spec.kl.where == "loss":
+        losses = losses + spec.kl.coefficient * kl_penalty(moved.log_probs - moved.reference, spec.kl.estimator)
     if spec.entropy_bonus:
         losses = losses - spec.entropy_bonus * moved.entropy
-    weight = AGGREGATIONS[spec.aggregation].weight(moved.length.to(losses.dtype))[moved.row]
+    weight = AGGREGATIONS[spec.aggregation].weight(moved.sequence_tokens.to(losses.dtype))[moved.row]
     losses = weight * losses
-    return losses.sum(), _sums(losses, clipped, tokens, same_weights)
+    return losses.sum(), _sums(spec, losses, clipped, tokens, same_weights)
 
 
-def _sums(losses: torch.Tensor, clipped: torch.Tensor, tokens: Tokens, same_weights: torch.Tensor) -> Sums:
+def _policy_losses(policy: Policy, tokens: Tokens, spec: LossSpec) -> Bounded:
+    """Raises ValueError, naming what came, for a function that breaks the contract."""
+    made = policy(tokens, spec)
+    losses, clipped = made if isinstance(made, tuple) else (made, torch.zeros_like(tokens.row, dtype=torch.bool))
+    for name, column in (("losses", losses), ("clipped", clipped)):
+        if not isinstance(column, torch.Tensor) or column.shape != tokens.log_probs.shape:
+            what = tuple(column.shape) if isinstance(column, torch.Tensor) else type(column).__name__
+            raise ValueError(f"the policy loss {spec.policy} gave {name} of {what} for {len(tokens.row)} tokens: it must give one for each")
+    return losses, clipped
+
+
+def _sums(spec: LossSpec, losses: torch.Tensor, clipped: torch.Tensor, tokens: Tokens, same_weights: torch.Tensor) -> Sums:
     """KL is from the behaviour to the current policy, estimated on the behaviour's own tokens as r - 1 - log r (Schulman 2020, "k3")."""
     if not len(tokens.log_probs):
         return Sums.nothing()
-    log_ratio = (tokens.log_probs.detach() - tokens.behaviour).double()
+    log_probs = tokens.log_probs.detach()
+    log_ratio = (log_probs - tokens.behaviour).double()
     ratio = log_ratio.exp()
     gap = log_ratio[same_weights].abs()
-    total = (float(losses.detach().double().sum()), len(ratio), int(clipped.sum()), float(tokens.entropy.detach().double().sum()))
+    reference_kl = kl_penalty((log_probs - tokens.reference).double(), spec.kl.estimator) if spec.kl.coefficient else log_ratio.new_zeros(1)
+    total = (
+        float(losses.detach().double().sum()),
+        len(ratio),
+        int(clipped.sum()),
+        float(tokens.entropy.detach().double().sum()),
+        float((ratio - 1.0 - log_ratio).sum()),
+        float(reference_kl.sum()),
+    )
     highest = (float(ratio.max()), float(gap.max()) if len(gap) else -torch.inf)
-    kl = float((ratio - 1.0 - log_ratio).sum())
-    return Sums(torch.tensor([*total, kl], dtype=torch.float64), torch.tensor(highest, dtype=torch.float64))
+    return Sums(torch.tensor(total, dtype=torch.float64), torch.tensor(highest, dtype=torch.float64))
+
+
+@dataclass(frozen=True, eq=False)
+class ValueTokens:
+    """The trained tokens of a micro-batch as the critic sees them, all [n]. `values` carries the gradient."""
+
+    values: torch.Tensor
+    old: torch.Tensor
+    """The critic's values when the global batch began."""
+    returns: torch.Tensor
+
+
+def value_sums(clip: float | None, tokens: ValueTokens) -> tuple[torch.Tensor, torch.Tensor]:
+    """(half the squared error, summed; [3] the same, how many were clipped, and the squared error of the old values).
+
+    The larger of the error and the error of the value moved by at most `clip` from its old one, the pessimism of PPO's policy clip.
+    """
+    errors = (tokens.values - tokens.returns).square()
+    clipped = torch.zeros_like(errors, dtype=torch.bool)
+    if clip is not None:
+        bounded = (tokens.old + (tokens.values - tokens.old).clamp(-clip, clip) - tokens.returns).square()
+        clipped = bounded > errors
+        errors = torch.maximum(errors, bounded)
+    loss = 0.5 * errors.sum()
+    before = (tokens.old - tokens.returns).double().square().sum()
+    return loss, torch.tensor([float(0.5 * errors.detach().double().sum()), float(clipped.sum()), float(before)], dtype=torch.float64)

@@ -1,8 +1,6 @@
 """Megatron-core's GPTModel from a Hugging Face checkpoint, without TransformerEngine.
 
-Our own torch modules stand where TransformerEngine's would, under the same parameter names, so that mbridge's mappings (and checkpoints)
-fit both. Attention works on packed sequences (`thd`): rows of one length that stand next to each other are one batched call, so `rows.py`
-sorts them by length and nothing is padded.
+What a decoder layer is made of is in `trainer/layers.py`; here is how mbridge is brought to build and load the model, and what trains it.
 """
 
 from __future__ import annotations
@@ -16,32 +14,26 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from mbridge.core.bridge import _MODEL_REGISTRY
 from mbridge.core.safetensor_io import SafeTensorIO
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.layers import set_defaults_if_not_set_tensor_model_parallel_attributes
-from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
-from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.mlp import MLP, MLPSubmodules
-from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from transformers import AutoConfig
 
-from trainer.fused import rms_norm, rotated, rotation, zigzag
+from trainer import layers, moe
 from trainer.group import Group
-from trainer.layout import misfit
+from trainer.layers import ValueHead
+from trainer.layout import expert_count, misfit, sparse_layers
 from trainer.spec import TrainerSpec
 from trainer.wanted import Wanted
 
-SUPPORTED = ("llama", "qwen2", "qwen3")
+SUPPORTED = ("llama", "qwen2", "qwen3", "qwen3_moe")
 """Model types whose bridge and layer specification are tested."""
 
 _ON_CPU = {
@@ -54,131 +46,23 @@ _ON_CPU = {
     "apply_rope_fusion": False,
 }
 
+_RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
 
-_LAYER = re.compile(r"\.layers\.\d+\.")
-
-
-class RMSNorm(torch.nn.Module):
-    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x, self.weight, self.eps)
-
-
-class NormColumnParallelLinear(ColumnParallelLinear):
-    """A norm and the linear after it as one module, as TransformerEngine has it: `layer_norm_weight` beside `weight`."""
-
-    def __init__(self, input_size: int, output_size: int, *, config: Any, **kwargs: Any) -> None:
-        super().__init__(input_size, output_size, config=config, **kwargs)
-        self.layer_norm_weight = torch.nn.Parameter(torch.ones(input_size, dtype=config.params_dtype))
-        self.layer_norm_weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-
-    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return super().forward(rms_norm(x, self.layer_norm_weight, self.config.layernorm_epsilon), *args, **kwargs)
+VALUE_HEAD = "value_head.weight"
+_DENSE_IN_SPARSE = {
+    "mlp.linear_fc1.weight": [f"model.layers.{{layer_number}}.mlp.{name}_proj.weight" for name in ("gate", "up")],
+    "mlp.linear_fc1.layer_norm_weight": ["model.layers.{layer_number}.post_attention_layernorm.weight"],
+    "mlp.linear_fc2.weight": ["model.layers.{layer_number}.mlp.down_proj.weight"],
+}
+"""The names of a dense layer, which mbridge lacks for models that have experts in others."""
 
 
-class _GatherCP(torch.autograd.Function):
-    """[s, ...] on each rank -> [cp, s, ...] on all. The gather of torch.distributed.nn has a wrong backward in gloo subgroups."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
-        ctx.group = group
-        gathered = x.new_empty((group.size(), *x.shape))
-        dist.all_gather(list(gathered.unbind(0)), x.contiguous(), group=group)
-        return gathered
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        gradient = gradient.contiguous()
-        dist.all_reduce(gradient, group=ctx.group)
-        return gradient[ctx.group.rank()].clone(), None
-
-
-class PackedAttention(torch.nn.Module):
-    """Rotary embedding and causal attention inside each sequence of a pack; grouped-query heads."""
-
-    def __init__(
-        self, config: Any, layer_number: int, attn_mask_type: Any, attention_type: str, *, pg_collection: Any = None, **_: Any
-    ) -> None:
-        super().__init__()
-        self.cp_group = pg_collection.cp if pg_collection is not None else parallel_state.get_context_parallel_group()
-        self.dimension, self.rotary_base = config.kv_channels, config.rotary_base
-
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: Any,
-        *,
-        packed_seq_params: PackedSeqParams,
-        **_: Any,
-    ) -> torch.Tensor:
-        """query [t, heads, dim], key and value [t, groups, dim] -> [t, heads * dim]; t is this rank's share of the pack."""
-        lengths = packed_seq_params.cu_seqlens_q.diff().tolist()
-        cp_size, cp_rank = self.cp_group.size(), self.cp_group.rank()
-        cos, sin = rotation(tuple(lengths), cp_size, cp_rank, self.dimension, self.rotary_base, query.device)
-        query, key = rotated(query, cos, sin), rotated(key, cos, sin)
-        # Split, not sliced: the backward of a slice is as wide as the pack.
-        groups = runs(lengths)
-        shares = [count * length // cp_size for length, count in groups]
-        gathered = _GatherCP.apply(torch.stack([key, value], dim=1), self.cp_group) if cp_size > 1 else None
-        parts = zip(key.split(shares), value.split(shares), strict=True) if gathered is None else gathered.split(shares, dim=1)
-        outputs = []
-        for (length, count), q, part in zip(groups, query.split(shares), parts, strict=True):
-            q = q.unflatten(0, (count, length // cp_size)).transpose(1, 2)
-            if gathered is None:
-                k, v = (x.unflatten(0, (count, length)).transpose(1, 2) for x in part)
-                mask = None
-            else:
-                where = [torch.from_numpy(zigzag(length, cp_size, rank)) for rank in range(cp_size)]
-                both = part.unflatten(1, (count, length // cp_size))  # [cp, count, length/cp, 2, groups, dim]
-                k, v = both.permute(3, 1, 4, 0, 2, 5).flatten(3, 4).unbind(0)
-                mask = where[cp_rank][:, None] >= torch.cat(where)[None, :]
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
-            outputs.append(out.transpose(1, 2).flatten(0, 1).flatten(1))
-        return torch.cat(outputs)
-
-
-def runs(lengths: list[int]) -> list[tuple[int, int]]:
-    """(length, how many in a row) for each stretch of equal lengths."""
-    found: list[tuple[int, int]] = []
-    for length in lengths:
-        if found and found[-1][0] == length:
-            found[-1] = (length, found[-1][1] + 1)
-        else:
-            found.append((length, 1))
-    return found
-
-
-def layer_spec(config: Any) -> ModuleSpec:
-    """One dense decoder layer; the norms sit inside the linears that follow them."""
-    qk_norm = RMSNorm if config.qk_layernorm else IdentityOp
-    attention = SelfAttentionSubmodules(
-        linear_qkv=NormColumnParallelLinear,
-        core_attention=PackedAttention,
-        linear_proj=RowParallelLinear,
-        q_layernorm=qk_norm,
-        k_layernorm=qk_norm,
-    )
-    mlp = MLPSubmodules(linear_fc1=NormColumnParallelLinear, linear_fc2=RowParallelLinear)
-    return ModuleSpec(
-        module=TransformerLayer,
-        submodules=TransformerLayerSubmodules(
-            self_attention=ModuleSpec(module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention),
-            self_attn_bda=get_bias_dropout_add,
-            mlp=ModuleSpec(module=MLP, submodules=mlp),
-            mlp_bda=get_bias_dropout_add,
-        ),
-    )
-
-
-@lru_cache(maxsize=8)
-def bridge_class(model_type: str) -> type:
+@lru_cache(maxsize=16)
+def bridge_class(model_type: str, value_head: bool = False) -> type:
     """mbridge's class for this model type, with what it lacks on a CPU and with transformers 5."""
     if model_type not in SUPPORTED:
         raise ValueError(f"model type {model_type!r} is not supported; supported are {', '.join(SUPPORTED)}")
@@ -188,26 +72,42 @@ def bridge_class(model_type: str) -> type:
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             # Upstream writes the tied mapping into a dict of the class, where a later untied model would find it.
             self._DIRECT_MAPPING = dict(upstream._DIRECT_MAPPING)
+            self._MLP_MAPPING = upstream._MLP_MAPPING | (_DENSE_IN_SPARSE if "mlp.router.weight" in upstream._MLP_MAPPING else {})
             super().__init__(*args, **kwargs)
 
         def _build_base_config(self, text_config_key: str | None = None, **kwargs: Any) -> Any:
+            if "moe_router_pre_softmax" in kwargs:  # softmax over the chosen experts is the same as over all, normalised
+                kwargs["moe_router_pre_softmax"] = not self.hf_config.norm_topk_prob
             config = super()._build_base_config(text_config_key, **{**kwargs, **_ON_CPU})
             config.rotary_base = rope_theta(self.hf_config)
             return config
 
         def _adjust_mapping_for_shared_weights(self) -> None:
-            if self.hf_config.tie_word_embeddings:
+            if value_head:
+                self._DIRECT_MAPPING["output_layer.weight"] = VALUE_HEAD
+            elif self.hf_config.tie_word_embeddings:
                 self._DIRECT_MAPPING["output_layer.weight"] = "model.embed_tokens.weight"
 
+        def _weight_to_hf_format(self, mcore_weights_name: str, mcore_weights: torch.Tensor) -> Any:
+            if value_head and mcore_weights_name == "output_layer.weight":  # no vocabulary, no padding
+                return [VALUE_HEAD], [mcore_weights]
+            return super()._weight_to_hf_format(mcore_weights_name, mcore_weights)
+
+        def _weight_to_mcore_format(self, mcore_weights_name: str, hf_weights: list[torch.Tensor]) -> Any:
+            if value_head and mcore_weights_name == "output_layer.weight":
+                return hf_weights[0]
+            return super()._weight_to_mcore_format(mcore_weights_name, hf_weights)
+
         def _get_transformer_layer_spec(self, vp_stage: int | None = None) -> TransformerBlockSubmodules:
-            layers = get_num_layers_to_build(self.config, vp_stage=vp_stage)
-            return TransformerBlockSubmodules(layer_specs=[layer_spec(self.config)] * layers, layer_norm=RMSNorm)
+            first = get_transformer_layer_offset(self.config, vp_stage=vp_stage)
+            here = slice(first, first + get_num_layers_to_build(self.config, vp_stage=vp_stage))
+            return layers.block_spec(self.config, sparse_layers(self.hf_config.to_dict())[here])
 
         def _get_gptmodel_args(self) -> dict[str, Any]:
             return {
                 "vocab_size": self.hf_config.vocab_size,
                 "max_sequence_length": self.hf_config.max_position_embeddings,
-                "position_embedding_type": "none",  # PackedAttention turns queries and keys
+                **layers.POSITIONS,
             }
 
     return CPUBridge
@@ -241,7 +141,18 @@ def read_config(model_path: Path) -> Any:
         raise ValueError(f"hidden_act {config.hidden_act!r} is not supported: the trainer computes silu only")
     if any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or []):
         raise ValueError("sliding-window attention is not supported: every layer must have full attention")
+    if expert_count(config.to_dict()) and config.norm_topk_prob and config.num_experts_per_tok == 1:
+        raise ValueError("one expert a token with norm_topk_prob is not supported: its weight is always 1, and the router learns nothing")
     return config
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """A model that is only asked, never trained, and so not wrapped for data parallelism."""
+
+    chunk: Any
+    wanted: Wanted
+    replays: bool = False
 
 
 @dataclass
@@ -255,6 +166,10 @@ class Model:
     chunk: Any
     wanted: Wanted
     optimizer: Any
+    replays: bool = True
+    reference: Frozen | None = None
+    """loaded only when the loss has a KL penalty"""
+    critic: Model | None = None
 
     def set_learning_rate(self, lr: float, weight_decay: float) -> None:
         """Megatron leaves both to its scheduler, `wd_mult` (0 for norms and biases) included; we have none."""
@@ -262,76 +177,124 @@ class Model:
             group["lr"] = lr
             group["weight_decay"] = weight_decay * group["wd_mult"]
 
+    def gradient_norm(self) -> float:
+        """Before the clip, over all parameters wherever they are. Ends the backward: call it before `optimizer.step()`."""
+        self.optimizer.prepare_grads()
+        return float(self.optimizer.get_grad_norm())
+
     def zero_gradients(self) -> None:
         """Both, always: the fp32 optimizer makes `grad` an alias of `main_grad`, and the next backward would add to it twice."""
         self.chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
 
-def build(spec: TrainerSpec, group: Group, model_path: Path) -> Model:
-    """All ranks together. Raises Refused for a model that cannot be loaded."""
+def build(spec: TrainerSpec, group: Group, model_path: Path, *, value_head: bool = False) -> Model:
+    """A model to be trained. All ranks together. Raises Refused for one that cannot be loaded."""
+    hf_config, bridge, module = load_module(spec, group, model_path, value_head=value_head)
+    ddp = DistributedDataParallelConfig(
+        overlap_grad_reduce=False,
+        average_in_collective=False,
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=spec.distributed_optimizer,
+    )
+    chunk = DistributedDataParallel(config=bridge.config, ddp_config=ddp, module=in_dtype(spec, bridge, module))
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer=spec.optimizer.kind,
+            lr=0.0,
+            sgd_momentum=spec.optimizer.momentum,
+            weight_decay=spec.optimizer.weight_decay,
+            adam_beta1=spec.optimizer.betas[0],
+            adam_beta2=spec.optimizer.betas[1],
+            adam_eps=spec.optimizer.eps,
+            clip_grad=spec.optimizer.grad_clip,
+            params_dtype=bridge.dtype,
+            bf16=bridge.dtype is torch.bfloat16,
+            use_distributed_optimizer=spec.distributed_optimizer,
+        ),
+        [chunk],
+    )
+    if spec.optimizer.kind == "adam":
+        for parameters in optimizer.param_groups:
+            parameters["fused"] = True  # torch's own, on a CPU too: one pass over the weights where the default makes ten
+    return Model(read_companions(model_path), hf_config, bridge, chunk, Wanted(module), optimizer, replays=not value_head)
+
+
+def load_module(spec: TrainerSpec, group: Group, model_path: Path, *, value_head: bool = False) -> tuple[Any, Any, torch.nn.Module]:
+    """(Hugging Face configuration, bridge, this rank's part of the model with its weights). All ranks together. Raises Refused.
+
+    With `value_head` the output layer is a `ValueHead`, read from the checkpoint if it has one (`value_head.weight`), and else zero.
+    """
     fault = None
     try:
         hf_config = read_config(model_path)
-        if why := misfit(hf_config.to_dict(), spec.tp, spec.pp):
+        if why := misfit(hf_config.to_dict(), **spec.layout, routing_replay=spec.routing_replay):
             raise ValueError(why)
     except ValueError as error:
         fault = (400, str(error))
     group.agree(fault)
-    bridge = bridge_class(hf_config.model_type)(hf_config, dtype=torch.float32, make_vocab_size_divisible_by=spec.tp)
+    dtype = torch.bfloat16 if spec.dtype == "bfloat16" else torch.float32
+    bridge = bridge_class(hf_config.model_type, value_head)(hf_config, dtype=dtype, make_vocab_size_divisible_by=spec.tp)
+    bridge.set_extra_args(sequence_parallel=spec.sequence_parallel, **_RECOMPUTE[spec.recompute])
     config = bridge.config
     config.calculate_per_token_loss = True
+    if config.num_moe_experts:
+        config.sequence_parallel = spec.tp > 1  # Megatron's experts demand it, whatever the spec says
     config.finalize_model_grads_func = finalize_model_grads
     first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
     model = bridge._model_provider([])(first, last)
-    wanted = Wanted(model)
+    head = None
+    if value_head:
+        model.share_embeddings_and_output_weights = False
+        if last:
+            head = ValueHead(config)
+            model.output_layer = head if has_value_head(model_path) else torch.nn.Identity()
     for parameter in model.parameters():
         set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
     unmatched = _unmatched_tensors(bridge, model, model_path)
     group.agree((400, f"{model_path} is not what its config.json says: {unmatched}") if unmatched else None)
     with torch.no_grad():
         bridge.load_weights([model], str(model_path))
-    ddp = DistributedDataParallelConfig(overlap_grad_reduce=False, average_in_collective=False, grad_reduce_in_fp32=True)
-    chunk = DistributedDataParallel(config=config, ddp_config=ddp, module=model)
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(
-            optimizer="adam",
-            lr=0.0,
-            weight_decay=spec.optimizer.weight_decay,
-            adam_beta1=spec.optimizer.betas[0],
-            adam_beta2=spec.optimizer.betas[1],
-            adam_eps=spec.optimizer.eps,
-            clip_grad=spec.optimizer.grad_clip,
-            params_dtype=torch.float32,
-        ),
-        [chunk],
-    )
-    for parameters in optimizer.param_groups:
-        parameters["fused"] = True  # torch's own, on a CPU too: one pass over the weights where the default makes ten
-    return Model(read_companions(model_path), hf_config, bridge, chunk, wanted, optimizer)
+    if head is not None:
+        model.output_layer = head
+        set_defaults_if_not_set_tensor_model_parallel_attributes(head.weight)
+    return hf_config, bridge, model
+
+
+def in_dtype(spec: TrainerSpec, bridge: Any, module: torch.nn.Module) -> torch.nn.Module:
+    """The module as it is run: in bf16 Megatron casts what goes in and comes out."""
+    return Float16Module(bridge.config, module) if spec.dtype == "bfloat16" else module
 
 
 def _unmatched_tensors(bridge: Any, model: torch.nn.Module, model_path: Path) -> str | None:
-    """Which tensors this rank would look for in vain, or would leave out (a bias that no parameter takes), if any.
+    """Which tensors this rank would look for in vain, or would leave out (a bias that no parameter takes), if any. All ranks together.
 
     Found here, because inside the load it would leave other ranks waiting, or be silent.
     """
     there = set(SafeTensorIO(str(model_path)).load_hf_weight_names())
     local = bridge._weight_name_mapping_mcore_local_to_global(model).values()
     wanted = {name for parameter in local for name in bridge._weight_name_mapping_mcore_to_hf(parameter)}
+    # A stage has some of the layers only, and a rank some of the experts.
+    of_all: list[set[str]] = [set() for _ in range(dist.get_world_size())]
+    dist.all_gather_object(of_all, wanted)
     if missing := sorted(wanted - there):
         return f"it lacks {', '.join(missing[:5])}"
-    # A pipeline stage has some of the layers only, but their kinds of tensors are those of all.
-    kinds = {_LAYER.sub(".layers.*.", name) for name in wanted} | set(bridge._DIRECT_MAPPING.values()) | {"lm_head.weight"}
-    surplus = sorted(name for name in there if _LAYER.sub(".layers.*.", name) not in kinds and not name.endswith("inv_freq"))
+    taken = set().union(*of_all, bridge._DIRECT_MAPPING.values(), {"lm_head.weight"})
+    surplus = sorted(name for name in there - taken if not name.endswith("inv_freq"))
     return f"nothing takes {', '.join(surplus[:5])}" if surplus else None
 
 
-def packing(padded_lengths: list[int]) -> PackedSeqParams:
+def has_value_head(model_path: Path) -> bool:
+    return VALUE_HEAD in SafeTensorIO(str(model_path)).load_hf_weight_names()
+
+
+def packing(padded_lengths: list[int], routes: torch.Tensor | None = None) -> PackedSeqParams:
     """Positions restart in every sequence. `padded_lengths` are whole, not the context-parallel shares."""
     ends = torch.tensor([0, *padded_lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     longest = max(padded_lengths)
-    return PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=longest, max_seqlen_kv=longest)
+    return moe.RoutedPacking(
+        qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=longest, max_seqlen_kv=longest, routes=routes
+    )
 
 
 def read_companions(model_path: Path) -> dict[str, bytes]:

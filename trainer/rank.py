@@ -30,7 +30,10 @@ cpu.install()
 from trainer import saving  # noqa: E402
 from trainer.export import write_buckets  # noqa: E402
 from trainer.group import Group, Refused  # noqa: E402
-from trainer.model import Model, build  # noqa: E402
+from trainer.loss import Policy  # noqa: E402
+from trainer.memory import Peaks  # noqa: E402
+from trainer.model import Model  # noqa: E402
+from trainer.models import begin, parts, policy_loss, resume  # noqa: E402
 from trainer.server import Command, Desk, Refusal, Server, build_app, listen  # noqa: E402
 from trainer.spec import TrainerSpec  # noqa: E402
 from trainer.step import Stepper  # noqa: E402
@@ -61,6 +64,8 @@ class Rank:
     def __init__(self, spec: TrainerSpec, group: Group, desk: Desk) -> None:
         self._spec, self._group, self._desk = spec, group, desk
         self._model: Model | None = None
+        self._policy: Policy | None = None
+        self._peaks = Peaks()
         self._epoch = 0
         self._last: tuple[str, TrainReport] | None = None
         self.stopping = False
@@ -82,16 +87,19 @@ class Rank:
         return reply
 
     def load(self, request: LoadRequest) -> Loaded:
-        self._take(build(self._spec, self._group, Path(request.model_path or self._spec.model_path)), 0, 0)
+        with self._peaks.phase("load"):
+            model = begin(self._spec, self._group, Path(request.model_path or self._spec.model_path))
+        self._take(model, 0, 0)
         return Loaded(trained_version=0)
 
     def resume(self, request: ResumeRequest) -> Loaded:
-        model, checkpoint = saving.resume(self._spec, self._group, Path(request.path))
+        with self._peaks.phase("load"):
+            model, checkpoint = resume(self._spec, self._group, Path(request.path))
         self._take(model, checkpoint.trained_version, checkpoint.meta.epoch)
         return Loaded(trained_version=checkpoint.trained_version)
 
     def train(self, request: TrainRequest) -> TrainReport:
-        model = self._loaded()
+        self._loaded()
         version = self._desk.trained_version
         digest = hashlib.sha256(request.model_dump_json().encode()).hexdigest()
         if self._last is not None and request.batch_id == version - 1 and self._last[0] == digest:
@@ -99,7 +107,7 @@ class Rank:
         if request.batch_id != version:
             again = " with another plan than the one that was trained" if self._last and request.batch_id == version - 1 else ""
             raise Refused(409, f"batch {request.batch_id} came{again}, but this trainer has trained {version} batches and wants {version}")
-        report = Stepper(self._spec, self._group, model, self._desk.advanced).train(request)
+        report = self._stepper().train(request)
         self._epoch = request.epoch
         self._desk.trained_version = report.trained_version
         self._last = (digest, report)
@@ -108,8 +116,7 @@ class Rank:
         return report
 
     def logprobs(self, request: LogprobsRequest) -> Logprobs:
-        stepper = Stepper(self._spec, self._group, self._loaded(), self._desk.advanced)
-        return Logprobs(log_probs=stepper.log_probs(request.rows))
+        return Logprobs(log_probs=self._stepper().log_probs(request.rows))
 
     def snapshot(self, request: SnapshotRequest) -> Snapshot:
         model = self._loaded()
@@ -118,20 +125,27 @@ class Rank:
         if any(not 0 <= token < model.hf_config.vocab_size for token in request.canary_ids):
             raise Refused(422, f"canary_ids has a token outside the vocabulary of {model.hf_config.vocab_size}")
         prefix = f"{self._spec.run_id}/weights/{request.epoch}/{request.version}"
-        buckets, tensors = write_buckets(model, self._group, self._spec.store_location, prefix, request.bucket_bytes)
-        stepper = Stepper(self._spec, self._group, model, self._desk.advanced)
-        log_probs = stepper.sequence_log_probs(request.canary_ids) if request.canary_ids else []
+        with self._peaks.phase("export"):
+            buckets, tensors = write_buckets(model, self._group, self._spec.store_location, prefix, request.bucket_bytes)
+        log_probs = self._stepper().sequence_log_probs(request.canary_ids) if request.canary_ids else []
         return Snapshot(buckets=buckets, tensors=tensors, canary=Canary(input_ids=request.canary_ids, log_probs=log_probs))
 
     def save(self, request: SaveRequest) -> Saved:
         version = self._desk.trained_version
         directory = Path(request.directory)
-        path = saving.save(self._spec, self._group, self._loaded(), directory, version, self._epoch, request.keep_last)
+        models = parts(self._loaded())
+        with self._peaks.phase("export"):
+            path = saving.save(self._spec, self._group, models, directory, version, self._epoch, request.keep_last)
         return Saved(path=str(path), trained_version=version)
 
     def stop(self, request: StopRequest) -> Stopped:
         self.stopping = True
         return Stopped()
+
+    def _stepper(self) -> Stepper:
+        model = self._loaded()
+        assert self._policy is not None
+        return Stepper(self._spec, self._group, model, self._policy, self._desk.advanced, self._peaks)
 
     def _loaded(self) -> Model:
         if self._model is None:
@@ -139,6 +153,7 @@ class Rank:
         return self._model
 
     def _take(self, model: Model, trained_version: int, epoch: int) -> None:
+        self._policy = policy_loss(self._spec, self._group)
         self._model, self._epoch, self._last = model, epoch, None
         self._desk.trained_version, self._desk.loaded = trained_version, True
 

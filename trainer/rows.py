@@ -2,8 +2,8 @@
 
 A rank opens the rows of its own micro-batches and keeps the leases for the whole update. A pack is one micro-batch as the model wants it:
 sequences one after the other, sorted by length, and beside them a flat list of the tokens whose log-prob is wanted, each with its target,
-its row's temperature and advantage, and the log-prob it was sampled with. Tokens outside the mask are in no list, so nothing about them,
-not even NaN, can reach a number.
+its row's temperature and its own numbers (advantage, the log-prob it was sampled with, …). Tokens outside the mask are in no list, so
+nothing about them, not even NaN, can reach a number.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from store import Lease, StoreError, open_store
 from trainer.fused import zigzag
 from trainer.model import packing
+from trainer.routes import Routing, packed_routes
 from trainer.wire import PlanRow
 
 COLUMNS = ("input_ids", "response_mask", "rollout_log_probs", "version_spans", "temperature")
@@ -39,22 +40,33 @@ class Row:
     lease: Lease | None
     input_ids: np.ndarray
     trained: np.ndarray
-    """[n] the response positions with mask 1"""
-    log_probs: np.ndarray
+    """[n] the response positions with mask 1, but for those that the off-policy mask left out"""
+    tokens: dict[str, np.ndarray]
+    """by name, [n] float32: a number for each trained position"""
     spans: np.ndarray
     temperature: float
     advantage: float
+    score: float = 0.0
+    sequence: str = ""
+    routes: np.ndarray | None = None
+    """[at most R, layers, k] where the last of the first R tokens went, if that is to be replayed"""
+
+    @property
+    def size(self) -> int:
+        return len(self.input_ids)
 
     def sampled_by(self, sampler: tuple[int, int] | None) -> bool:
         """Whether every token of the row was sampled by exactly this (epoch, version)."""
         return sampler is not None and len(self.spans) > 0 and bool((self.spans[:, :2] == sampler).all())
 
 
-def open_row(planned: PlanRow, vocab_size: int) -> Row:
-    """Raises Unreadable."""
+def open_row(planned: PlanRow, vocab_size: int, routing: Routing | None = None) -> Row:
+    """`routing` is given when routes are to be replayed. Raises Unreadable."""
     try:
         ref = planned.rollout.ref()
-        lease = open_store(ref.location).open(ref, COLUMNS)
+        lease = open_store(ref.location).open(ref)
+        if missing := [name for name in COLUMNS if name not in lease]:
+            raise ValueError(f"the object has no column {', '.join(missing)}")
     except StoreError as error:
         raise Unreadable(410, f"row {planned.row_id}: {error}") from error
     except ValueError as error:
@@ -72,17 +84,27 @@ def open_row(planned: PlanRow, vocab_size: int) -> Row:
         fault = f"has version spans of shape {spans.shape}, not [K, 4]"
     elif not (np.isfinite(temperature) and temperature > 0.0):
         fault = f"has temperature {temperature}; log-probs are defined above 0 only"
+    # A retracted request is computed again from its prompt, under the weights of that moment: only one version's routes are the sampler's.
+    pure = len({tuple(span) for span in spans[:, :2].tolist()}) == 1 if spans.ndim == 2 else False
+    routes = lease["routed_experts"] if routing is not None and pure and "routed_experts" in lease else None
+    if routing is not None and routes is not None and not fault:
+        fault = routing.fault(routes, len(mask))
     if fault:
         raise Unreadable(422, f"row {planned.row_id} {fault}")
+    trained = np.flatnonzero(mask)
+    behaviour = lease["rollout_log_probs"][trained]
     return Row(
         planned.row_id,
         lease,
         ids,
-        np.flatnonzero(mask),
-        lease["rollout_log_probs"],
+        trained,
+        {"behaviour": behaviour},
         spans,
         temperature,
         planned.advantage,
+        planned.score,
+        planned.sequence or planned.row_id,
+        routes,
     )
 
 
@@ -98,30 +120,35 @@ class Pack:
     target: torch.Tensor
     """[n] the wanted token"""
     temperature: torch.Tensor
-    behaviour: torch.Tensor
-    advantage: torch.Tensor
+    columns: dict[str, torch.Tensor]
+    """by name, [n] float32: the wanted tokens' own numbers"""
     row: torch.Tensor
     """[n] which of the rows that were given to `pack`"""
     slot: torch.Tensor
-    """[n] which response position of that row"""
+    """[n] which of that row's wanted positions"""
 
 
-def pack(rows: Sequence[Row], wanted: Sequence[np.ndarray], *, cp_size: int = 1, cp_rank: int = 0, tp_size: int = 1) -> Pack:
-    """`wanted[i]` are the response positions of rows[i] whose log-probs are asked for.
+def pack(
+    rows: Sequence[Row],
+    wanted: Sequence[np.ndarray],
+    columns: Sequence[str] = (),
+    *,
+    cp_size: int = 1,
+    cp_rank: int = 0,
+    tp_size: int = 1,
+) -> Pack:
+    """`wanted[i]` are the response positions of rows[i] whose log-probs are asked for. `columns` are taken along from `Row.tokens`, which
+    has them for the trained positions: name some only when these are what is wanted.
 
     No rows make the empty micro-batch: one token of which nothing is asked, for a rank that has none of its own.
     """
     unit = 2 * cp_size * tp_size if cp_size > 1 else tp_size
     order = sorted(range(len(rows)), key=lambda index: (-len(rows[index].input_ids), index))
-    tokens, at, target, behaviour, row, slot = (
-        _Parts(np.int64),
-        _Parts(np.int64),
-        _Parts(np.int64),
-        _Parts(np.float32),
-        [],
-        _Parts(np.int64),
-    )
+    tokens, at, target, slot = (_Parts(np.int64) for _ in range(4))
+    own = {name: _Parts(np.float32) for name in columns}
+    row: list[int] = []
     padded_lengths: list[int] = []
+    held: list[np.ndarray] = []
     start = 0
     for index in order:
         ids = rows[index].input_ids
@@ -130,28 +157,30 @@ def pack(rows: Sequence[Row], wanted: Sequence[np.ndarray], *, cp_size: int = 1,
         local = np.full(padded, -1)
         local[mine] = np.arange(len(mine))
         # The logits at position i predict token i + 1, which is response position i.
-        here = wanted[index][local[wanted[index]] >= 0]
+        chosen = np.flatnonzero(local[wanted[index]] >= 0)
+        here = wanted[index][chosen]
         at.add(start + local[here])
         target.add(ids[here + 1])
-        behaviour.add(rows[index].log_probs[here])
-        slot.add(here)
+        for name, parts in own.items():
+            parts.add(rows[index].tokens[name][chosen])
+        slot.add(chosen)
         row += [index] * len(here)
         tokens.add(np.pad(ids, (0, padded - len(ids)))[mine])
         padded_lengths.append(padded)
+        held.append(mine)
         start += len(mine)
     if not rows:
         tokens.add(np.zeros(unit // cp_size))
         padded_lengths.append(unit)
+    routes = packed_routes([rows[i].routes for i in order], [len(rows[i].input_ids) for i in order], held)
     temperatures = np.array([r.temperature for r in rows], dtype=np.float32)
-    advantages = np.array([r.advantage for r in rows], dtype=np.float32)
     return Pack(
         tokens=tokens.joined()[None],
-        packing=packing(padded_lengths),
+        packing=packing(padded_lengths, routes),
         at=at.joined(),
         target=target.joined(),
         temperature=torch.from_numpy(temperatures[row]),
-        behaviour=behaviour.joined(),
-        advantage=torch.from_numpy(advantages[row]),
+        columns={name: parts.joined() for name, parts in own.items()},
         row=torch.tensor(row, dtype=torch.int64),
         slot=slot.joined(),
     )

@@ -5,47 +5,27 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
+from trainer.layout import misplaced, uneven_experts
+from trainer.loss_spec import CriticSpec, LossSpec, Strict, check_critic
 from trainer.wire import problems_in_words
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+class OptimizerSpec(Strict):
+    """Adam with decoupled weight decay, or SGD with momentum and a decay that is part of its gradient; norms and biases are never
+    decayed. `grad_clip` 0 clips nothing. `betas` and `eps` are Adam's, `momentum` is SGD's.
+    """
 
-
-class LossSpec(_Strict):
-    """What is minimised, all against the log-probs recorded at sampling. The formulas are in `trainer/loss.py`."""
-
-    policy: Literal["ppo_clip", "dual_clip", "gspo", "cispo"] = Field("ppo_clip", description="the loss of a token, or for gspo of a row")
-    clip_low: float = Field(0.2, gt=0.0, le=1.0, description="the ratio's lower bound is 1 - clip_low; 1: there is none")
-    clip_high: float = Field(0.28, gt=0.0, description="the ratio's upper bound is 1 + clip_high")
-    dual_clip: float = Field(3.0, gt=1.0, description="dual_clip only: with a negative advantage the ratio counts up to this")
-    aggregation: Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant"] = Field(
-        "token_mean", description="how token losses become one number; a sequence is a row, that is a leaf"
-    )
-    divisor: float | None = Field(None, gt=0.0, description="constant only: a mini-batch's sum over tokens is divided by this")
-    entropy_bonus: float = Field(0.0, ge=0.0, description="times the entropy, taken off the loss of each token; keeps sampling diverse")
-
-    @model_validator(mode="after")
-    def _fits_together(self) -> LossSpec:
-        if (self.aggregation == "constant") != (self.divisor is not None):
-            raise ValueError("aggregation constant needs a divisor, and only it: set both or neither; Dr. GRPO's is rows x max_new_tokens")
-        if self.policy == "gspo" and not {"clip_low", "clip_high"} <= self.model_fields_set:
-            raise ValueError("policy gspo clips the ratio of a whole row: set clip_low and clip_high; its paper has 3e-4 and 4e-4")
-        return self
-
-
-class OptimizerSpec(_Strict):
-    """Adam with decoupled weight decay; norms and biases are never decayed. `grad_clip` 0 clips nothing."""
-
+    kind: Literal["adam", "sgd"] = "adam"
+    momentum: float = Field(0.9, ge=0.0, lt=1.0)
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = Field(1e-8, gt=0.0)
     weight_decay: float = Field(0.0, ge=0.0)
     grad_clip: float = Field(1.0, ge=0.0)
 
 
-class TrainerSpec(_Strict):
+class TrainerSpec(Strict):
     run_id: str
     run_dir: Path
     store_location: str
@@ -60,13 +40,27 @@ class TrainerSpec(_Strict):
     pp: int = Field(1, ge=1)
     cp: int = Field(1, ge=1)
     dp: int = Field(1, ge=1)
+    ep: int = Field(1, ge=1)
+    """Over how many of a stage's tp·cp·dp ranks the experts are split; these are no further ranks."""
+    routing_replay: bool = False
+    """Whether tokens go to the experts that their row's `routed_experts` name."""
     seed: int = 0
-    dtype: Literal["float32"] = "float32"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the weights and activations. The optimizer's weights and state, and the gradients' sum, are float32 always."""
+    distributed_optimizer: bool = False
+    """Each data-parallel (and context-parallel) rank keeps a part of the optimizer's state, not a copy of it."""
+    sequence_parallel: bool = False
+    """Norms and residuals are split over the tensor-parallel ranks along the sequence."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """What the backward pass computes again instead of keeping it: nothing, the attention's core, or whole layers."""
     loss: LossSpec = LossSpec()
+    critic: CriticSpec | None = None
     optimizer: OptimizerSpec = OptimizerSpec()
     micro_batch_tokens: int = Field(4096, ge=1)
     """How many tokens one forward pass of `/v1/logprobs` takes; training follows the plan's own micro-batches."""
     threads_per_rank: int = Field(1, ge=1)
+    shard_bytes: int = Field(2 << 30, ge=1)
+    """The largest file of a checkpoint, and what a rank holds beside the model while it writes; a single tensor may be larger."""
     control_timeout_s: float = Field(30.0, gt=0.0)
     """How long a rank waits for rank 0 to say anything; rank 0 says something every fifth of it."""
     work_timeout_s: float = Field(1800.0, gt=0.0)
@@ -81,13 +75,30 @@ class TrainerSpec(_Strict):
             raise ValueError(f"host {self.host} can be reached from other machines: set a token, or listen on 127.0.0.1")
         return self
 
+    @model_validator(mode="after")
+    def _a_critic_that_fits(self) -> TrainerSpec:
+        check_critic(self.loss, self.critic)
+        return self
+
+    @model_validator(mode="after")
+    def _experts_over_whole_ranks(self) -> TrainerSpec:
+        if why := uneven_experts(self.tp, self.cp, self.dp, self.ep):
+            raise ValueError(why)
+        return self
+
+    @model_validator(mode="after")
+    def _switches(self) -> TrainerSpec:
+        if why := misplaced(self.tp, self.sequence_parallel, self.distributed_optimizer, self.optimizer.kind):
+            raise ValueError(why)
+        return self
+
     @property
     def world_size(self) -> int:
         return self.tp * self.pp * self.cp * self.dp
 
     @property
     def layout(self) -> dict[str, int]:
-        return {"tp": self.tp, "pp": self.pp, "cp": self.cp, "dp": self.dp}
+        return {"tp": self.tp, "pp": self.pp, "cp": self.cp, "dp": self.dp, "ep": self.ep}
 
     @classmethod
     def read(cls, path: Path) -> TrainerSpec:

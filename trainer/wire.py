@@ -29,11 +29,16 @@ class WireRef(_Message):
 
 
 class PlanRow(_Message):
-    """One row of a plan. `length` is S, its tokens, prompt included; `advantage` is the scalar of all its trained tokens."""
+    """One row of a plan. `length` is S, its tokens, prompt included; `advantage` is the scalar of all its trained tokens.
+
+    With a critic the advantage is made on the rank, from `score`. `sequence` names the trajectory where rows of one are one sequence.
+    """
 
     row_id: str
     rollout: WireRef
     advantage: Annotated[float, Field(allow_inf_nan=False)] = 0.0
+    score: Annotated[float, Field(allow_inf_nan=False)] = 0.0
+    sequence: str | None = None
     length: int = Field(ge=2)
 
 
@@ -58,6 +63,7 @@ class TrainRequest(_Message):
     batch_id: int = Field(ge=0)
     epoch: int = Field(ge=0)
     lr: Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
+    critic_lr: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 0.0
     mini_batches: list[MiniBatch]
     """None, when no row has an advantage: the batch is then skipped, and the next version has the same weights."""
 
@@ -125,10 +131,32 @@ class TrainReport(_Message):
     ratio_max: float | None
     logprob_gap_max: float | None
     logprob_gap_rows: int
+    reference_kl: float | None = None
+    """KL to the reference model, by the loss's estimator; None without one."""
+    off_policy_kl: float | None = None
+    """From the recorded to the recomputed log-probs, before any step of the batch (k3); None unless they are recomputed."""
+    effective_sample_size: float | None = None
+    """(sum w)^2 / (n sum w^2) of the correction's weights: 1 when all are equal."""
+    masked_tokens: int = 0
+    masked_rows: int = 0
+    value_loss: float | None = None
+    value_clip_fraction: float | None = None
+    explained_variance: float | None = None
+    """1 - E (return - value)^2 / Var(return), of the values before the batch; None without a critic."""
+    critic_grad_norm: float | None = None
+    replayed_rows: int | None = None
+    """Of `rows`, those whose tokens went where the engine had sent them; None when routing is not replayed."""
+    unreplayed_rows: int | None = None
     read_s: float
+    prepare_s: float = 0.0
+    """What was recomputed before the first step: old log-probs, reference, values."""
     forward_backward_s: float
     optimizer_s: float
     step_s: float
+    memory_bytes: dict[str, int]
+    """Phase -> the highest bytes of any rank in it (`trainer/memory.py`); load and export are the last ones before this step."""
+    memory_phase: str | None
+    """The phase that needs most."""
 
 
 class Logprobs(_Message):

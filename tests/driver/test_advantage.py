@@ -9,9 +9,21 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from driver.advantage import ADVANTAGES, advantages
+import driver.advantage
+from driver.advantage import ADVANTAGES
 
 KINDS = sorted(ADVANTAGES)
+
+
+def advantages(groups: dict[int, list[float]], kind: str) -> dict[int, list[float]]:
+    """With lengths that follow from the rewards, so that a group in another order has the same."""
+    return driver.advantage.advantages(groups, kind, lengths_of(groups))
+
+
+def lengths_of(groups: dict[int, list[float]]) -> dict[int, list[int]]:
+    return {uid: [1 + int(abs(r) * 7) % 5 if r == r else 1 for r in rewards] for uid, rewards in groups.items()}
+
+
 reward = st.floats(-10, 10).map(lambda r: round(r, 6))
 batches = st.dictionaries(st.integers(0, 99), st.lists(reward, min_size=1, max_size=9), min_size=1, max_size=8)
 
@@ -25,6 +37,9 @@ def plain(groups: dict[int, list[float]], kind: str) -> dict[int, list[float]]:
         if kind == "rloo":
             total, others = sum(rewards), len(rewards) - 1
             made[uid] = [r - (total - r) / others if others else 0.0 for r in rewards]
+        elif kind == "length_aware":
+            sizes = lengths_of(groups)[uid]
+            made[uid] = [r - statistics.fmean(rewards, sizes) for r in rewards]
         else:
             scale = {"grpo": statistics.pstdev(rewards) + 1e-6, "reinforce_pp": whole + 1e-6}.get(kind, 1.0)
             made[uid] = [c / scale for c in centred[uid]]
@@ -52,7 +67,8 @@ def test_N3_every_kind_is_its_formula_over_the_real_members_of_each_group(kind: 
     made, expected = advantages(groups, kind), plain(groups, kind)
     for uid, rewards in groups.items():
         assert made[uid] == pytest.approx(expected[uid], rel=1e-9, abs=1e-8)
-        assert sum(made[uid]) == pytest.approx(0.0, abs=1e-6)
+        weights = lengths_of(groups)[uid] if kind == "length_aware" else [1] * len(rewards)
+        assert sum(w * a for w, a in zip(weights, made[uid], strict=True)) == pytest.approx(0.0, abs=1e-6)
         if max(rewards) == min(rewards):
             assert made[uid] == [0.0] * len(rewards)
 

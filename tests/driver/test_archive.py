@@ -197,11 +197,11 @@ def board(directory: Path) -> list[Any]:
 def test_tensorboard_gets_the_scalars_of_each_batch_and_a_mark_where_a_replay_begins(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path)
     for batch_id in (0, 1, 2, 1, 2):
-        log.write({"batch_id": batch_id, "loss": 0.5, "kl": None, "name": "x", "ok": True})
+        log.write({"batch_id": batch_id, "loss": 0.5, "kl": None, "name": "x", "ok": True, "memory_bytes": {"load": 7}})
     log.close()
     events = board(tmp_path / "tensorboard")
     scalars = [(event.step, value.tag, value.simple_value) for event in events for value in event.summary.value]
-    assert scalars == [(batch_id, "loss", 0.5) for batch_id in (0, 1, 2, 1, 2)]
+    assert scalars == [(batch_id, *one) for batch_id in (0, 1, 2, 1, 2) for one in (("loss", 0.5), ("memory_bytes/load", 7.0))]
     assert [event.step for event in events if event.HasField("session_log")] == [0, 1]
 
 

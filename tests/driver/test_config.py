@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from driver.advantage import ADVANTAGES
-from driver.config import ConfigError, LossConfig, ServiceConfig, load_config
-from trainer.spec import LossSpec
+from driver.config import ConfigError, LossConfig, ServiceConfig, load_config, weights_bytes
+from trainer.loss_spec import CriticSpec, LossSpec
 
 ROOT = Path(__file__).parents[2]
 MODEL = str(ROOT / "examples/sort_digits/base")
@@ -29,10 +29,21 @@ def write(tmp_path: Path, **sections: object) -> Path:
         ({"rollout": {"enginez": 2}}, ["'rollout.enginez'", "'engine'"]),
         ({"rollout": {"sampling": {"temprature": 1.0}}}, ["'rollout.sampling.temprature'", "'temperature'"]),
         ({"trainer": {"loss": {"clip_hi": 0.3}}}, ["'trainer.loss.clip_hi'", "'clip_high'"]),
-        ({"trainer": {"loss": {"policy": "grpo"}}}, ["trainer.loss.policy", "'ppo_clip', 'dual_clip', 'gspo' or 'cispo'"]),
+        ({"trainer": {"loss": {"policy": "grpo"}}}, ["trainer.loss.policy", "'grpo' is not known: did you mean 'gspo'?"]),
         ({"trainer": {"loss": {"policy": "gspo"}}}, ["trainer.loss", "set clip_low and clip_high"]),
         ({"trainer": {"loss": {"aggregation": "constant"}}}, ["trainer.loss", "needs a divisor"]),
         ({"trainer": {"loss": {"advantage": "gae"}}}, ["trainer.loss.advantage", "'rloo'"]),
+        ({"trainer": {"loss": {"policy": "nowhere.py:mine"}}}, ["trainer.loss.policy", "there is no file", "nowhere.py"]),
+        (
+            {"trainer": {"loss": {"policy": f"{ROOT}/examples/sort_digits/reward.py:scor"}}},
+            ["trainer.loss.policy", "has no 'scor'", "'score'"],
+        ),
+        ({"trainer": {"loss": {"correction": {"wait": "token"}}}}, ["'trainer.loss.correction.wait'", "'weight'"]),
+        ({"trainer": {"loss": {"correction": {"weight": "token"}}}}, ["trainer.loss", "old_log_probs: recomputed"]),
+        ({"trainer": {"loss": {"kl": {"reference": "nowhere"}}}}, ["trainer.loss.kl.reference", "no config.json"]),
+        ({"trainer": {"loss": {"kl": {"coefficient": 0.1, "where": "reward"}}}}, ["trainer", "needs a critic", "kl.where: loss"]),
+        ({"trainer": {"critic": {"targets": "vtrace"}}}, ["trainer", "loss.old_log_probs: recomputed"]),
+        ({"trainer": {"critic": {"model_path": "nowhere"}}}, ["trainer.critic.model_path", "no config.json"]),
         ({"rollout": {"sampling": {"top_p": 0.9}}}, ["unknown key 'rollout.sampling.top_p'"]),
         ({"rollout": {"sampling": {"temperature": 0.0}}}, ["rollout.sampling.temperature", "greater than 0"]),
         ({"rollout": {"n": 1}}, ["min_group", "exceeds rollout.n"]),
@@ -44,6 +55,10 @@ def write(tmp_path: Path, **sections: object) -> Path:
         ({"trainer": {"schedule": "linear"}}, ["stop.batches"]),
         ({"trainer": {"tp": 4}}, ["trainer: ", "num_attention_heads (2)", "tp (4)", "choose a tp"]),
         ({"trainer": {"pp": 3}}, ["trainer: ", "num_hidden_layers (2)", "pp (3)", "choose a pp"]),
+        ({"trainer": {"dp": 2, "ep": 2}}, ["trainer: ", "ep (2) splits experts", "has none", "leave ep at 1"]),
+        ({"trainer": {"routing_replay": True}}, ["trainer: ", "routing_replay", "leave it off"]),
+        ({"trainer": {"sequence_parallel": True}}, ["trainer: ", "tp is 1", "leave sequence_parallel out"]),
+        ({"trainer": {"distributed_optimizer": True, "optimizer": "sgd"}}, ["trainer: ", "adam only", "change one"]),
         ({"model": {"path": "nowhere"}}, ["nowhere does not exist", "nothing is downloaded"]),
         ({"data": "nothing.jsonl"}, ["there is no file", "nothing.jsonl"]),
         ({"service": {"host": "0.0.0.0"}}, ["service.token"]),
@@ -66,8 +81,27 @@ def test_every_choice_of_the_loss_reaches_the_trainer_and_every_advantage_can_be
     for kind in ADVANTAGES:
         config = load_config(write(tmp_path, trainer={"loss": {**loss, "advantage": kind}})).trainer.loss
         assert config.advantage == kind
-        assert type(config.spec) is LossSpec and config.spec.model_dump() == loss
+        assert type(config.spec) is LossSpec and config.spec == LossSpec.model_validate(loss)
     assert get_args(LossConfig.model_fields["advantage"].annotation) == tuple(ADVANTAGES)
+
+
+def test_a_function_of_the_user_s_and_other_models_are_found_beside_the_configuration(tmp_path):
+    (tmp_path / "mine.py").write_text("def loss(tokens, spec): ...")
+    (tmp_path / "older").symlink_to(MODEL)
+    trainer = {"loss": {"policy": "mine.py:loss", "params": {"x": 0.5}, "kl": {"coefficient": 0.1, "reference": "older"}}}
+    config = load_config(write(tmp_path, trainer={**trainer, "critic": {"model_path": "older", "learning_rate": 0.1}})).trainer
+    assert config.loss.policy == f"{tmp_path}/mine.py:loss" and config.loss.params == {"x": 0.5}
+    assert config.loss.kl.reference == config.critic.model_path == Path(MODEL).resolve()
+    assert config.critic.spec == CriticSpec(model_path=Path(MODEL).resolve())
+
+
+def test_bf16_widens_what_a_push_may_differ_by_unless_it_is_set_and_halves_what_a_snapshot_takes(tmp_path):
+    model = ROOT / "examples/sort_digits/base"
+    found = {dtype: load_config(write(tmp_path, trainer={"dtype": dtype})) for dtype in ("float32", "bfloat16")}
+    assert {dtype: config.logprob_tolerance for dtype, config in found.items()} == {"float32": 1e-3, "bfloat16": 0.1}
+    tight = load_config(write(tmp_path, trainer={"dtype": "bfloat16"}, push={"logprob_tolerance": 0.02}))
+    assert tight.logprob_tolerance == 0.02
+    assert weights_bytes(model, "float32") == 2 * weights_bytes(model, "bfloat16") == (model / "model.safetensors").stat().st_size
 
 
 def test_files_that_are_no_configuration_are_refused(tmp_path):

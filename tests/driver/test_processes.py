@@ -8,18 +8,51 @@ from typing import Any
 
 from driver.config import load_config
 from driver.processes import Processes
+from trainer.loss_spec import CriticSpec
 from trainer.spec import TrainerSpec
 
 CONFIG = Path(__file__).parents[2] / "examples/sort_digits/config.yaml"
 
 
-def test_the_trainer_is_told_the_configured_layout(tmp_path: Path) -> None:
-    config = load_config(CONFIG, [f"run_dir={tmp_path}", "trainer.tp=2", "trainer.pp=2", "trainer.cp=3", "trainer.dp=4"])
+def processes(tmp_path: Path, *settings: str, **beyond: Any) -> Processes:
+    """`beyond` are settings of the trainer that the demo's model would not take."""
+    config = load_config(CONFIG, [f"run_dir={tmp_path}", *settings])
     nothing_before = SimpleNamespace(query=lambda *_: [])
     run: Any = SimpleNamespace(
-        config=config, core=SimpleNamespace(db=nothing_before), log_directory=tmp_path, store=SimpleNamespace(location="tmpfs:/nowhere")
+        config=config.model_copy(update={"trainer": config.trainer.model_copy(update=beyond)}),
+        core=SimpleNamespace(db=nothing_before),
+        log_directory=tmp_path,
+        store=SimpleNamespace(location="tmpfs:/nowhere"),
     )
-    (tmp_path / "processes").mkdir()
-    argv = Processes(run)._trainer().build(1, 9000)
-    spec = TrainerSpec.read(Path(argv[argv.index("--spec") + 1]))
-    assert spec.layout == {"tp": 2, "pp": 2, "cp": 3, "dp": 4} and spec.world_size == 48
+    (tmp_path / "processes").mkdir(parents=True)
+    return Processes(run)
+
+
+def trainer_spec(found: Processes) -> TrainerSpec:
+    argv = found._trainer().build(1, 9000)
+    return TrainerSpec.read(Path(argv[argv.index("--spec") + 1]))
+
+
+def test_the_trainer_is_told_the_configured_layout(tmp_path: Path) -> None:
+    layout = ("trainer.tp=2", "trainer.pp=2", "trainer.cp=3", "trainer.dp=4")
+    spec = trainer_spec(processes(tmp_path, *layout, ep=6, routing_replay=True))
+    assert spec.layout == {"tp": 2, "pp": 2, "cp": 3, "dp": 4, "ep": 6} and spec.world_size == 48 and spec.routing_replay
+
+
+def test_the_trainer_is_told_every_switch_and_the_engines_the_dtype_of_what_is_pushed_to_them(tmp_path: Path) -> None:
+    switches = {"tp": 2, "sequence_parallel": "true", "recompute": "full", "distributed_optimizer": "true", "dtype": "bfloat16"}
+    found = processes(tmp_path, *(f"trainer.{name}={value}" for name, value in switches.items()))
+    spec = trainer_spec(found)
+    assert (spec.sequence_parallel, spec.recompute, spec.distributed_optimizer, spec.dtype) == (True, "full", True, "bfloat16")
+    argv = found._engine(0).build(1, 9000)
+    assert argv[argv.index("--dtype") + 1] == "bfloat16"
+
+
+def test_the_trainer_is_told_the_kind_of_optimizer(tmp_path: Path) -> None:
+    optimizer = trainer_spec(processes(tmp_path, "trainer.optimizer=sgd", "trainer.momentum=0.5", "trainer.eps=1e-4")).optimizer
+    assert (optimizer.kind, optimizer.momentum, optimizer.eps) == ("sgd", 0.5, 1e-4)
+
+
+def test_the_trainer_is_told_of_its_critic(tmp_path: Path) -> None:
+    assert trainer_spec(processes(tmp_path, "trainer.critic={gamma: 0.9}")).critic == CriticSpec(gamma=0.9)
+    assert trainer_spec(processes(tmp_path / "none")).critic is None

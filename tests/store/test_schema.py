@@ -35,9 +35,21 @@ def test_a_row_as_the_contract_has_it_is_accepted() -> None:
     assert HOPS == ("rollout", "reward", "weights") and [field.name for field in fields_of("reward")] == ["score", "is_correct"]
 
 
+ROUTES = np.zeros((4, 48, 8), np.uint8)
+
+
+def test_routed_experts_are_optional_and_may_leave_out_leading_tokens() -> None:
+    for routes in (ROUTES, ROUTES[1:].astype(np.int32), ROUTES[:0].astype(np.int16)):
+        validate("rollout", rollout(routed_experts=routes))
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
+        ({"routed_experts": np.zeros((5, 48, 8), np.uint8)}, r"speaks of 5 tokens; .* at most R = 4"),
+        ({"routed_experts": ROUTES[..., 0]}, r"must be \[Q, L, E\]"),
+        ({"routed_experts": ROUTES.astype(np.float32)}, "must be uint8 or int16 or int32"),
+        ({"routed_experts": ROUTES.astype(np.int32) - 1}, "holds a negative number"),
         ({"extra": np.zeros(1)}, "has the unknown extra"),
         ({"input_ids": np.zeros(5, np.int64)}, "'input_ids' of hop 'rollout' is int64; it must be int32"),
         ({"input_ids": [1, 2]}, "is list"),

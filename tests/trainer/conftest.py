@@ -36,10 +36,11 @@ def _json(message: BaseModel) -> dict[str, Any]:
 
 @dataclass
 class Outcome:
-    """Reports of each step; arrays named log_probs/ROW, gradients/STEP/TENSOR, weights/TENSOR."""
+    """Reports of each step; arrays named log_probs/ROW, gradients/STEP/TENSOR, weights/TENSOR; what rank 0 computed and keeps."""
 
     reports: list[dict[str, Any]]
     arrays: dict[str, np.ndarray]
+    seen: dict[str, int]
 
     def named(self, kind: str) -> dict[str, np.ndarray]:
         return {name: array for name, array in self.arrays.items() if name.startswith(kind + "/")}
@@ -82,9 +83,10 @@ class Lab:
             pytest.fail(f"{name}: {answer['error']}\n{(self._directory / 'lab.log').read_text()[-3000:]}")
         return answer
 
-    def layout(self, spec: TrainerSpec, requests: list[TrainRequest]) -> Outcome:
-        """What the product does, on the spec's ranks."""
-        return self._compute("layout", spec=_json(spec), requests=[_json(request) for request in requests])
+    def layout(self, spec: TrainerSpec, requests: list[TrainRequest], resume: Path | None = None, save: Path | None = None) -> Outcome:
+        """What the product does, on the spec's ranks. With `resume` also resumed/SLOT/TENSOR, with `save` saved/SLOT/TENSOR."""
+        places = {"resume": resume and str(resume), "save": save and str(save)}
+        return self._compute("layout", spec=_json(spec), requests=[_json(request) for request in requests], **places)
 
     def reference(self, spec: TrainerSpec, requests: list[TrainRequest]) -> Outcome:
         """What plain transformers and torch do."""
@@ -95,7 +97,7 @@ class Lab:
         out = self._directory / f"{uuid.uuid4().hex}.npz"
         answer = self.ask(name, out=str(out), **arguments)
         with np.load(out) as arrays:
-            return Outcome(answer["reports"], dict(arrays))
+            return Outcome(answer["reports"], dict(arrays), answer.get("seen", {}))
 
     def close(self) -> None:
         assert self._process.stdin

@@ -23,15 +23,26 @@ os.dup2(2, 1)
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM  # noqa: E402
+from transformers import (  # noqa: E402
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
-from store import open_store  # noqa: E402
-from trainer import cpu, export, main, rank  # noqa: E402  (installs the CPU shim before megatron comes in)
+from tests.trainer.plain import reference  # noqa: E402
+from trainer import cpu, export, main, models, rank, saving, state  # noqa: E402  (installs the CPU shim before megatron comes in)
+from trainer.checkpoints import POLICY  # noqa: E402
 from trainer.group import Group  # noqa: E402
-from trainer.model import build  # noqa: E402
+from trainer.layers import PackedAttention, TransformerLayer  # noqa: E402
+from trainer.model import Model  # noqa: E402
 from trainer.spec import TrainerSpec  # noqa: E402
 from trainer.step import Stepper  # noqa: E402
-from trainer.wire import PlanRow, TrainRequest  # noqa: E402
+from trainer.wire import TrainRequest  # noqa: E402
 
 assert rank.REQUESTS
 LAYOUT_S = 90.0
@@ -59,6 +70,8 @@ def make_models(directory: str) -> dict[str, str]:
 
     odd = shape | {"vocab_size": 97, "num_key_value_heads": 1}
 
+    experts: dict[str, Any] = shape | {"moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2, "head_dim": 16}
+
     def rope(theta: float) -> Any:
         return {"rope_type": "default", "rope_theta": theta}
 
@@ -70,6 +83,9 @@ def make_models(directory: str) -> dict[str, str]:
         "llama_tied": (LlamaForCausalLM, LlamaConfig(**shape, tie_word_embeddings=True, rope_parameters=rope(500.0))),
         "demo": (Qwen3ForCausalLM, Qwen3Config(**demo, tie_word_embeddings=True, rope_parameters=rope(10000.0))),
         "qwen3_odd": (Qwen3ForCausalLM, Qwen3Config(**odd, head_dim=16, tie_word_embeddings=True, rope_parameters=rope(10000.0))),
+        "qwen3_moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig(**experts, norm_topk_prob=True, rope_parameters=rope(10000.0))),
+        # The first layer is dense, and the experts' weights do not sum to 1.
+        "qwen3_moe_mixed": (Qwen3MoeForCausalLM, Qwen3MoeConfig(**experts, decoder_sparse_step=2, rope_parameters=rope(10000.0))),
     }
     paths = {}
     for number, (name, (kind, config)) in enumerate(kinds.items()):
@@ -85,72 +101,10 @@ def make_models(directory: str) -> dict[str, str]:
     return paths
 
 
-def reference(model_path: str, spec: dict[str, Any], requests: list[dict[str, Any]], out: str) -> dict[str, Any]:
-    """The same steps in plain torch. Saves log-probs before the first step, and gradients and weights after the last."""
-    torch.set_num_threads(1)
-    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32, attn_implementation="eager").train()
-    loss_spec, opt = spec["loss"], spec["optimizer"]
-    names = dict(model.named_parameters())
-    groups = [
-        {"params": [p for p in names.values() if p.dim() > 1], "weight_decay": opt["weight_decay"]},
-        {"params": [p for p in names.values() if p.dim() == 1], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=0.0, betas=tuple(opt["betas"]), eps=opt["eps"])
-
-    def row_log_probs(row: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        lease = open_store(row["rollout"]["location"]).open(PlanRow(**row).rollout.ref())
-        ids = torch.tensor(lease["input_ids"].astype(np.int64))[None]
-        logits = model(ids, use_cache=False).logits[0, :-1] / float(lease["temperature"])
-        every = logits.log_softmax(-1)
-        return every.gather(1, ids[0, 1:, None])[:, 0], -(every.exp() * every).sum(-1)
-
-    arrays: dict[str, np.ndarray] = {}
-    reports = []
-    for step, request in enumerate(requests):
-        for mini_batch in request["mini_batches"]:
-            rows = [row for ranks in mini_batch["ranks"] for micro in ranks for row in micro]
-            optimizer.zero_grad()
-            total, count, entropy_sum, row_count = torch.zeros(()), 0, 0.0, 0
-            for row in rows:
-                lease = open_store(row["rollout"]["location"]).open(PlanRow(**row).rollout.ref())
-                chosen = torch.tensor(np.flatnonzero(lease["response_mask"]))
-                log_probs, entropy = row_log_probs(row)
-                if step == 0:
-                    arrays[f"log_probs/{row['row_id']}"] = log_probs.detach().numpy()
-                log_ratio = log_probs[chosen] - torch.tensor(lease["rollout_log_probs"][chosen.numpy()])
-                gain = row_gain(loss_spec, log_ratio, log_probs[chosen], row["advantage"])
-                gain = gain + loss_spec["entropy_bonus"] * entropy[chosen]
-                total = total - (gain.mean() if loss_spec["aggregation"] == "sequence_mean_token_mean" else gain.sum())
-                count += len(chosen)
-                row_count += 1
-                entropy_sum += float(entropy[chosen].sum())
-            loss = total / {"token_mean": count, "constant": loss_spec["divisor"]}.get(loss_spec["aggregation"], row_count)
-            loss.backward()
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), opt["grad_clip"])
-            for group in optimizer.param_groups:
-                group["lr"] = request["lr"]
-            optimizer.step()
-        reports.append({"loss": float(loss), "grad_norm": float(norm), "entropy": entropy_sum / count, "tokens": count})
-        arrays |= {f"gradients/{step}/{name}": p.grad.numpy().copy() for name, p in names.items()}
-    arrays |= {f"weights/{name}": p.detach().numpy() for name, p in names.items()}
-    np.savez(out, allow_pickle=False, **arrays)
-    return {"reports": reports}
-
-
-def row_gain(loss: dict[str, Any], log_ratio: torch.Tensor, log_probs: torch.Tensor, advantage: float) -> torch.Tensor:
-    """What each token of one row is to gain, by the papers' formulas; GSPO's is the same number at each."""
-    ratio = log_ratio.mean().exp().expand(len(log_ratio)) if loss["policy"] == "gspo" else log_ratio.exp()
-    bounded = torch.clip(ratio, 1 - loss["clip_low"], 1 + loss["clip_high"])
-    if loss["policy"] == "cispo":
-        return bounded.detach() * advantage * log_probs
-    gain = torch.minimum(ratio * advantage, bounded * advantage)
-    if loss["policy"] == "dual_clip" and advantage < 0:
-        return torch.clip(gain, min=loss["dual_clip"] * advantage)
-    return gain
-
-
-def layout(spec: dict[str, Any], requests: list[dict[str, Any]], out: str) -> dict[str, Any]:
-    """The product's steps, on as many forked ranks as the spec has."""
+def layout(
+    spec: dict[str, Any], requests: list[dict[str, Any]], out: str, resume: str | None = None, save: str | None = None
+) -> dict[str, Any]:
+    """The product's steps, on as many forked ranks as the spec has; from a checkpoint, into a directory of checkpoints."""
     facts = TrainerSpec.model_validate(spec)
     with socket.create_server(("127.0.0.1", 0)) as rendezvous:
         port = rendezvous.getsockname()[1]
@@ -158,7 +112,7 @@ def layout(spec: dict[str, Any], requests: list[dict[str, Any]], out: str) -> di
     children = []
     for number in range(facts.world_size):
         names = {"RANK": number, "WORLD_SIZE": facts.world_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        children.append(_fork(lambda names=names: _layout_rank(facts, names, requests, out, result)))  # type: ignore[misc]
+        children.append(_fork(lambda names=names: _layout_rank(facts, names, requests, out, result, resume, save)))  # type: ignore[misc]
     _await_ranks(children)
     answer: dict[str, Any] = json.loads(result.read_text())
     return answer
@@ -184,33 +138,75 @@ def _await_ranks(pids: list[int]) -> None:
         raise RuntimeError(failure)
 
 
-def _layout_rank(facts: TrainerSpec, names: dict[str, Any], requests: list[dict[str, Any]], out: str, result: Path) -> None:
+def _layout_rank(
+    facts: TrainerSpec,
+    names: dict[str, Any],
+    requests: list[dict[str, Any]],
+    out: str,
+    result: Path,
+    resume: str | None,
+    save: str | None,
+) -> None:
     os.environ.update({name: str(value) for name, value in names.items()})
     torch.set_num_threads(1)
     cpu.enter_mode()
     group = Group(facts)
-    model = build(facts, group, facts.model_path)
-    stepper = Stepper(facts, group, model, lambda: None)
-    arrays: dict[str, np.ndarray] = {}
+    model = models.resume(facts, group, Path(resume))[0] if resume else models.begin(facts, group, facts.model_path)
+    stepper = Stepper(facts, group, model, models.policy_loss(facts, group), lambda: None)
+    parts = {"" if name == POLICY else f"{name}.": part for name, part in models.parts(model).items()}
+    arrays = _kept(facts, parts, "resumed") if resume else {}
     if requests:
         rows = {row.row_id: row for mini in TrainRequest(**requests[0]).mini_batches for row in mini.rows()}
         arrays |= {f"log_probs/{row_id}": np.array(values) for row_id, values in stepper.log_probs(list(rows.values())).items()}
     reports = []
+    seen = _watch(model)
     for step, request in enumerate(requests):
         reports.append(stepper.train(TrainRequest(**request)).model_dump())
-        weights = [(p, p.detach().clone()) for p in model.chunk.parameters()]
-        for parameter, _ in weights:
-            parameter.data.copy_(parameter.main_grad)
-        arrays |= {f"gradients/{step}/{name}": tensor.numpy().copy() for name, tensor in export.hf_tensors(model)}
-        for parameter, weight in weights:
-            parameter.data.copy_(weight)
-    exported = [(name, tensor.numpy().copy()) for name, tensor in export.hf_tensors(model)]
+        if not facts.distributed_optimizer:  # there a rank has the sum of its part of the gradients only
+            for prefix, part in parts.items():
+                gradients = export.hf_tensors(part, lambda parameter: parameter.main_grad)  # type: ignore[attr-defined]
+                arrays |= {f"gradients/{step}/{prefix}{name}": tensor.numpy().copy() for name, tensor in gradients}
+    exported = [
+        (prefix + name, tensor.float().numpy().copy()) for prefix, part in parts.items() for name, tensor in export.hf_tensors(part)
+    ]
     assert len(exported) == len(dict(exported)), "each name once, tied embeddings over pipeline stages included"
     arrays |= {f"weights/{name}": array for name, array in exported}
+    if save:
+        arrays |= _kept(facts, parts, "saved")
+        saving.save(facts, group, models.parts(model), Path(save), len(requests), 0, None)
     if group.rank == 0:
         np.savez(out, allow_pickle=False, **arrays)
-        result.write_text(json.dumps({"reports": reports}))
+        kept = [value.numel() for held in state.held_parameters(model.optimizer).values() for value in held.state.values()]
+        seen |= {"state": sum(kept), "parameters": sum(parameter.numel() for parameter in model.chunk.parameters())}
+        result.write_text(json.dumps({"reports": reports, "seen": seen}))
     group.agree()
+
+
+def _watch(model: Model) -> dict[str, int]:
+    """Counts, from here on, of what this rank's layers and their attention compute: calls, and rows (tokens) in all of them."""
+    seen = dict.fromkeys(("layer_calls", "layer_rows", "attention_calls", "attention_rows"), 0)
+
+    def count(kind: str, output: Any) -> None:
+        seen[f"{kind}_calls"] += 1
+        seen[f"{kind}_rows"] += len(output[0] if isinstance(output, tuple) else output)
+
+    for module in model.chunk.modules():
+        if isinstance(module, TransformerLayer | PackedAttention):
+            kind = "layer" if isinstance(module, TransformerLayer) else "attention"
+            module.register_forward_hook(lambda _module, _inputs, output, kind=kind: count(kind, output))
+    return seen
+
+
+def _kept(facts: TrainerSpec, parts: dict[str, Model], when: str) -> dict[str, np.ndarray]:
+    """All that a checkpoint has to hold of each model."""
+    arrays: dict[str, np.ndarray] = {}
+    for prefix, model in parts.items():
+        arrays |= {f"{when}/hf/{prefix}{name}": tensor.float().numpy().copy() for name, tensor in export.hf_tensors(model)}
+        steps = state.steps_taken(model)
+        for slot in (*(() if steps is None else state.SLOTS[facts.optimizer.kind]), state.WEIGHTS):
+            arrays |= {f"{when}/{slot}/{prefix}{name}": tensor.numpy().copy() for name, tensor in state.state_tensors(model, slot)}
+        arrays[f"{when}/steps/{prefix}"] = np.array(-1 if steps is None else steps)
+    return arrays
 
 
 def trainer(spec_path: str, log: str) -> dict[str, Any]:

@@ -15,11 +15,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from store import EmbeddedStore
-from tests.trainer.steps import ADAM, assert_equal_steps, dealt
-from trainer.client import TrainerClient, TrainerRefused
+from tests.trainer.steps import ADAM, SGD, assert_equal_steps, dealt
 from trainer.spec import TrainerSpec
-from trainer.wire import MiniBatch
 
 MakeSpec = Callable[..., TrainerSpec]
 LAYOUTS = ("1111", "2111", "1211", "1121", "1112", "2211", "2121", "1221", "2112", "1122", "2221")
@@ -47,7 +44,17 @@ def references() -> dict[str, Any]:
 def test_M2_two_steps_of_any_layout_equal_plain_torch(
     lab: Any, rows: Any, make_spec: MakeSpec, plan: Any, references: dict[str, Any], model: str, layout: str
 ) -> None:
-    spec = make_spec(model, **in_words(layout), optimizer=ADAM)
+    check_two_steps(lab, rows, make_spec(model, **in_words(layout), optimizer=ADAM), plan, references, model, layout)
+
+
+@pytest.mark.parametrize(("model", "layout"), matrix([*itertools.product(MODELS, LAYOUTS)], {("llama", "2111")}))
+def test_M2_two_steps_of_sgd_with_momentum_in_any_layout_equal_plain_torch(
+    lab: Any, rows: Any, make_spec: MakeSpec, plan: Any, references: dict[str, Any], model: str, layout: str
+) -> None:
+    check_two_steps(lab, rows, make_spec(model, **in_words(layout), optimizer=SGD), plan, references, f"{model} sgd", layout)
+
+
+def check_two_steps(lab: Any, rows: Any, spec: TrainerSpec, plan: Any, references: dict[str, Any], model: str, layout: str) -> None:
     # With two data-parallel ranks: 3 and 2 micro-batches, then 2 and 1.
     requests = [plan(0, [dealt(rows.ragged(1, 9), spec.dp, 2)]), plan(1, [dealt(rows.ragged(2, 8), spec.dp, 4)])]
     if model not in references:
@@ -90,42 +97,3 @@ def test_a_checkpoint_comes_out_of_any_layout_bit_for_bit_as_it_went_in(
     assert {name.removeprefix("weights/") for name in exported} == given.keys()
     for name, tensor in given.items():
         assert tensor.dtype == exported[f"weights/{name}"].dtype and np.array_equal(tensor, exported[f"weights/{name}"]), name
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("layout", "other"), [("2111", "1211"), ("1211", "2111"), ("2211", "1121")])
-async def test_a_layout_resumes_bit_equal_and_its_weights_load_in_others_bit_for_bit(
-    start: Any, rows: Any, store: EmbeddedStore, tmp_path: Path, layout: str, other: str
-) -> None:
-    drawn = [[MiniBatch(ranks=dealt(rows.ragged(50 + i, 8), 1, 3))] for i in range(3)]
-
-    async def weights(client: TrainerClient, version: int) -> dict[str, np.ndarray]:
-        snapshot = await client.snapshot(0, version, 1 << 20, [])
-        found: dict[str, np.ndarray] = {}
-        for bucket in snapshot.buckets:
-            with store.open(bucket.ref()) as lease:
-                found |= {name: array.copy() for name, array in lease.items()}
-        store.free([bucket.ref() for bucket in snapshot.buckets])
-        return found
-
-    async with start(model="qwen3_odd", **in_words(layout)) as trainer:
-        await trainer.client.load()
-        for batch_id in (0, 1):
-            await trainer.client.train(batch_id, 0, 1e-2, drawn[batch_id])
-        saved = await trainer.client.save(str(tmp_path / "checkpoints"))
-        given = await weights(trainer.client, 2)
-        await trainer.client.train(2, 0, 1e-2, drawn[2])
-        expected = await weights(trainer.client, 3)
-        await trainer.client.load()
-        await trainer.client.resume(saved.path)
-        await trainer.client.train(2, 0, 1e-2, drawn[2])
-        found = await weights(trainer.client, 3)
-        assert found.keys() == expected.keys()
-        assert all(np.array_equal(array, expected[name]) for name, array in found.items())
-    for target in ("1111", other):
-        async with start(model="qwen3_odd", **in_words(target)) as trainer:
-            with pytest.raises(TrainerRefused, match="load the weights alone"):
-                await trainer.client.resume(saved.path)
-            await trainer.client.load(f"{saved.path}/hf")
-            loaded = await weights(trainer.client, 0)
-            assert loaded.keys() == given.keys() and all(np.array_equal(array, given[name]) for name, array in loaded.items())

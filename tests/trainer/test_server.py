@@ -106,7 +106,8 @@ async def test_what_cannot_be_done_is_refused_in_words_and_the_trainer_stays_wel
         odd.mkdir()
         (odd / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
         (odd / "model.safetensors").touch()
-        assert (await refusal(client.load(str(odd)))) == (400, "model type 'gpt2' is not supported; supported are llama, qwen2, qwen3")
+        known = "supported are llama, qwen2, qwen3, qwen3_moe"
+        assert (await refusal(client.load(str(odd)))) == (400, f"model type 'gpt2' is not supported; {known}")
         biased = tmp_path / "biased"
         shutil.copytree(models["qwen2"], biased)
         (biased / "config.json").write_text((biased / "config.json").read_text().replace("qwen2", "llama"))
@@ -134,7 +135,7 @@ async def test_what_cannot_be_done_is_refused_in_words_and_the_trainer_stays_wel
         for row, status, words in wrong.values():
             code, message = await refusal(client.train(0, 0, 1e-3, [MiniBatch(ranks=[[drawn], [[row]]])]))
             assert code == status and words in message
-        assert "no column" in (await refusal(client.logprobs([drawn[0].model_copy(update={"rollout": _reward(store)})])))[1]
+        assert "has no column input_ids" in (await refusal(client.logprobs([drawn[0].model_copy(update={"rollout": _reward(store)})])))[1]
         assert (await client.train(0, 0, 1e-3, halves(drawn))).trained_version == 1
         nothing = await client.train(1, 0, 1e-3, [])
         assert nothing.trained_version == 2 and nothing.skipped and "no token to train" in nothing.skipped
@@ -147,7 +148,7 @@ def _reward(store: EmbeddedStore) -> Any:
     return WireRef.of(store.put(f"test/{time.monotonic_ns()}/reward", {"score": np.float32(1.0)}))
 
 
-async def test_resume_is_bit_equal_and_refuses_half_a_checkpoint_W7_or_another_layout(
+async def test_resume_is_bit_equal_and_refuses_half_a_checkpoint_W7(
     start: Any, rows: Any, store: EmbeddedStore, tmp_path: Path, lab: Any, make_spec: MakeSpec, plan: Any
 ) -> None:
     directory = tmp_path / "checkpoints"
@@ -184,14 +185,44 @@ async def test_resume_is_bit_equal_and_refuses_half_a_checkpoint_W7_or_another_l
         assert all(np.abs(loaded[f"log_probs/{row_id}"] - ours[row_id]).max() < 5e-6 for row_id in ours)
         assert {"config.json", "model.safetensors", "tokenizer_config.json"} <= set(os.listdir(f"{saved.path}/hf"))
 
-        async with start(dp=1) as other:
-            with pytest.raises(TrainerRefused, match=r"dp 2, this trainer has tp 1 pp 1 cp 1 dp 1: .*load the weights alone"):
-                await other.client.resume(saved.path)
-            assert (await other.client.load(f"{saved.path}/hf")).trained_version == 0
-        (Path(saved.path) / "rank_00001.pt").write_bytes(b"cut")
-        with pytest.raises(TrainerRefused, match=r"rank_00001.pt has 3 bytes of"):
+        (Path(saved.path) / "optimizer/exp_avg/model.safetensors").write_bytes(b"cut")
+        with pytest.raises(TrainerRefused, match=r"optimizer/exp_avg/model.safetensors has 3 bytes of"):
             await client.resume(saved.path)
         assert (await client.health()).trained_version == 2
+
+
+@pytest.mark.parametrize("case", ["old format", "another optimizer", "damaged inside", "another model"])
+async def test_what_cannot_be_resumed_is_refused_with_what_to_do_and_the_weights_at_hand_stay(
+    start: Any, rows: Any, tmp_path: Path, models: dict[str, str], case: str
+) -> None:
+    """Its files have the right sizes: W7 has nothing to say."""
+    async with start(dp=2) as trainer:
+        await trainer.client.load()
+        await trainer.client.train(0, 0, 1e-2, halves(rows.ragged(44, 6)))
+        path = Path((await trainer.client.save(str(tmp_path / "checkpoints"))).path)
+        meta = json.loads((path / "meta.json").read_text())
+        moments = path / "optimizer/exp_avg_sq/model.safetensors"
+        words = {
+            "old format": r"older version, whose optimizer state \(rank_\*.pt\).*load the weights alone from .*/hf",
+            "another optimizer": "no exp_avg_sq: it was written with another kind of optimizer than adam.*load the weights alone",
+            "damaged inside": "optimizer/exp_avg_sq/model.safetensors is damaged: .*Use an older checkpoint",
+            "another model": "lacks model.embed_tokens.weight.*Use an older checkpoint",
+        }
+        if case == "old format":
+            del meta["optimizer_steps"], meta["batch_id"]
+        elif case == "another optimizer":
+            shutil.rmtree(moments.parent)
+            del meta["files"]["optimizer/exp_avg_sq/model.safetensors"]
+        elif case == "damaged inside":
+            moments.write_bytes(b"\xff" * moments.stat().st_size)
+        else:
+            save_file({"other": np.zeros(3)}, moments)
+            meta["files"]["optimizer/exp_avg_sq/model.safetensors"] = moments.stat().st_size
+        (path / "meta.json").write_text(json.dumps(meta))
+        await trainer.client.train(1, 0, 1e-2, halves(rows.ragged(45, 6)))
+        with pytest.raises(TrainerRefused, match=words[case]) as refused:
+            await trainer.client.resume(str(path))
+        assert refused.value.status == 409 and (await trainer.client.health()).trained_version == 2
 
 
 async def test_weights_with_nan_are_not_pushed(start: Any, store: EmbeddedStore, models: dict[str, str], tmp_path: Path) -> None:
@@ -204,7 +235,7 @@ async def test_weights_with_nan_are_not_pushed(start: Any, store: EmbeddedStore,
         await trainer.client.load(str(broken))
         objects = store.stats().objects
         with pytest.raises(TrainerRefused, match=r"model.norm.weight holds NaN"):
-            await trainer.client.snapshot(0, 0, 10_000, [])
+            await trainer.client.snapshot(77, 0, 10_000, [])  # keys that no other test has left behind
         assert store.stats().objects == objects, "the buckets before it were freed"
         await trainer.client.load()
         assert (await trainer.client.snapshot(0, 0, 10_000, [])).canary.log_probs == []

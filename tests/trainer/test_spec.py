@@ -15,11 +15,16 @@ from trainer.spec import TrainerSpec
 GOOD: dict[str, Any] = {"run_id": "r", "run_dir": "/tmp/r", "store_location": "tmpfs:/dev/shm/x", "model_path": "/m", "port": 9000}
 
 
+def test_experts_over_ranks_that_do_not_divide_are_refused() -> None:
+    with pytest.raises(ValidationError, match=r"ep \(2\) does not divide tp x cp x dp \(3\)"):
+        TrainerSpec.model_validate({**GOOD, "dp": 3, "ep": 2})
+
+
 def test_a_spec_survives_its_file(tmp_path: Path) -> None:
     spec = TrainerSpec.model_validate({**GOOD, "tp": 2, "dp": 3, "optimizer": {"eps": 1e-6}})
     (tmp_path / "spec.json").write_text(spec.model_dump_json())
     assert TrainerSpec.read(tmp_path / "spec.json") == spec
-    assert spec.world_size == 6 and spec.layout == {"tp": 2, "pp": 1, "cp": 1, "dp": 3}
+    assert spec.world_size == 6 and spec.layout == {"tp": 2, "pp": 1, "cp": 1, "dp": 3, "ep": 1}
 
 
 @pytest.mark.parametrize(
@@ -44,6 +49,15 @@ def test_an_address_others_can_reach_wants_a_token() -> None:
     with pytest.raises(ValidationError, match="set a token"):
         TrainerSpec.model_validate({**GOOD, "host": "0.0.0.0"})
     assert TrainerSpec.model_validate({**GOOD, "host": "0.0.0.0", "token": "t"}).token == "t"
+
+
+@pytest.mark.parametrize(
+    ("switches", "words"),
+    [({"sequence_parallel": True}, "tp is 1"), ({"distributed_optimizer": True, "optimizer": {"kind": "sgd"}}, "adam only")],
+)
+def test_a_switch_with_nothing_to_switch_is_refused(switches: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValidationError, match=words):
+        TrainerSpec.model_validate({**GOOD, **switches})
 
 
 def test_the_driver_s_side_of_the_trainer_imports_no_torch() -> None:

@@ -1,0 +1,175 @@
+"""What is prepared once a batch, the KL penalty, the corrections and the critic, through Megatron-core against plain torch.
+
+The first batch has one mini-batch, and its metrics are compared; the second has two, so that the old log-probs are not the current ones
+any more.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.trainer.steps import ADAM, dealt
+from trainer.spec import TrainerSpec
+from trainer.wire import PlanRow
+
+MakeSpec = Callable[..., TrainerSpec]
+RECOMPUTED = {"old_log_probs": "recomputed", "clip_low": 0.02, "clip_high": 0.03}
+PER_TRAJECTORY = {"aggregation": "sequence_mean_token_mean", "sequence": "trajectory"}
+OBJECTIVES: dict[str, dict[str, Any]] = {
+    "decoupled": {"loss": {**RECOMPUTED, "policy": "decoupled_ppo"}},
+    "truncated": {
+        "loss": {**RECOMPUTED, **PER_TRAJECTORY, "correction": {"weight": "token", "cap": 1.2}, "kl": {"coefficient": 0.1}},
+    },
+    "icepop": {
+        "loss": {
+            **RECOMPUTED,
+            "correction": {"weight": "token", "cap": None, "mask": "token", "low": 0.6, "high": 1.6},
+            "kl": {"coefficient": 0.2, "estimator": "k2"},
+            "entropy_bonus": 0.01,
+        },
+    },
+    "masked rows": {
+        "loss": {
+            **RECOMPUTED,
+            "correction": {"weight": "sequence", "cap": 1.5, "mask": "sequence", "low": 0.6, "high": 1.2},
+            "kl": {"coefficient": 0.1, "estimator": "k1"},
+            "aggregation": "sequence_mean_token_sum",
+            "sequence": "trajectory",
+        },
+    },
+    "critic": {
+        "loss": {"kl": {"coefficient": 0.05, "estimator": "k1", "where": "reward"}},
+        "critic": {"gamma": 0.97, "lam": 0.9, "value_clip": 0.05},
+    },
+    "vtrace": {
+        "loss": {**RECOMPUTED, **PER_TRAJECTORY, "correction": {"mask": "token", "low": 0.3, "high": 3.0}},
+        "critic": {"targets": "vtrace", "gamma": 0.99, "lam": 0.95, "rho_cap": 1.4, "whiten": False, "value_clip": None},
+    },
+}
+LAYOUTS = {"1111": {}, "2111": {"tp": 2}, "1211": {"pp": 2}, "1121": {"cp": 2}, "1112": {"dp": 2}, "2211": {"tp": 2, "pp": 2}}
+QUICK = {("decoupled", "1111"), ("truncated", "1112"), ("icepop", "1121"), ("masked rows", "1112"), ("critic", "1211"), ("vtrace", "2111")}
+
+
+def drawn(rows: Any, seed: int, count: int) -> list[PlanRow]:
+    """Leaves of trajectories, two and two, with scores."""
+    rng = np.random.default_rng(seed)
+    found = rows.ragged(seed, count)
+    return [row.model_copy(update={"sequence": f"t{seed}-{i // 2}", "score": float(rng.normal())}) for i, row in enumerate(found)]
+
+
+def requests(rows: Any, plan: Any, dp: int) -> list[Any]:
+    first, second = drawn(rows, 61, 8), drawn(rows, 62, 8)
+    return [
+        plan(0, [dealt(first, dp, 3)], 1e-3).model_copy(update={"critic_lr": 1e-3}),
+        plan(1, [dealt(second[:4], dp, 2), dealt(second[4:], dp, 3)], 1e-3).model_copy(update={"critic_lr": 1e-3}),
+    ]
+
+
+@pytest.fixture(scope="module")
+def references() -> dict[str, Any]:
+    return {}
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        pytest.param(name, layout, marks=() if (name, layout) in QUICK else pytest.mark.slow, id=f"{name}-{layout}")
+        for name in OBJECTIVES
+        for layout in LAYOUTS
+    ],
+)
+def test_M1_M2_N2_every_objective_equals_plain_torch_in_every_layout(
+    lab: Any, rows: Any, make_spec: MakeSpec, plan: Any, references: dict[str, Any], name: str, layout: str
+) -> None:
+    # Tied embeddings: a critic must not take its head for the embedding.
+    spec = make_spec("qwen3_tied", **OBJECTIVES[name], **LAYOUTS[layout], optimizer=ADAM)
+    if name not in references:
+        references[name] = lab.reference(spec, requests(rows, plan, 1))
+    found, expected = lab.layout(spec, requests(rows, plan, spec.dp)), references[name]
+    mine, theirs = found.reports[0], expected.reports[0]
+    for metric, value in theirs.items():
+        assert mine[metric] == pytest.approx(value, rel=1e-5, abs=1e-6), metric
+    assert found.distance(expected, "log_probs") < 5e-6
+    errors = {kind: found.error(expected, kind) for kind in ("gradients", "weights")}
+    print(f"\n{name} {layout}: " + ", ".join(f"{kind} {error:.1e}" for kind, error in errors.items()))
+    assert max(errors.values()) < 1e-5
+    correction = spec.loss.correction
+    if correction.mask == "token":
+        assert 0 < mine["masked_tokens"] < mine["masked_tokens"] + mine["tokens"]
+    if correction.mask == "sequence":
+        assert 0 < mine["masked_rows"] < 8 and mine["tokens"] > 0
+    if correction.weight != "none":
+        assert 0.0 < mine["effective_sample_size"] < 1.0
+
+
+METRICS = (
+    *("loss", "grad_norm", "clip_fraction", "entropy", "kl", "ratio_max", "logprob_gap_max", "reference_kl", "off_policy_kl"),
+    *("effective_sample_size", "value_loss", "value_clip_fraction", "explained_variance", "critic_grad_norm"),
+)
+COUNTS = ("tokens", "rows", "logprob_gap_rows", "masked_tokens", "masked_rows")
+
+
+def shuffled(trajectories: list[list[PlanRow]], dp: int, draw: random.Random) -> list[list[list[PlanRow]]]:
+    """One mini-batch: its rows in any order on any ranks, in micro-batches of any size."""
+    flat = [row for trajectory in trajectories for row in trajectory]
+    shares: list[list[list[PlanRow]]] = [[] for _ in range(dp)]
+    for row in draw.sample(flat, len(flat)):
+        share = draw.choice(shares)
+        if not share or draw.random() < 0.4:
+            share.append([])
+        draw.choice(share).append(row)
+    return shares
+
+
+def check_a_random_plan(lab: Any, rows: Any, make_spec: MakeSpec, plan: Any, name: str, layout: str, seed: int) -> None:
+    draw = random.Random(seed)
+    leaves = drawn(rows, seed, draw.randint(2, 9))
+    if len(leaves) > 2:
+        leaves[2] = leaves[2].model_copy(update={"advantage": 0.0})
+    trajectories = [leaves[i : i + 2] for i in range(0, len(leaves), 2)]
+    cut = draw.randint(0, len(trajectories))
+    minis = [part for part in (trajectories[:cut], trajectories[cut:]) if part]
+
+    def step(spec: TrainerSpec, mini_batches: list[Any]) -> Any:
+        return lab.layout(spec, [plan(0, mini_batches, 1e-3).model_copy(update={"critic_lr": 1e-3})])
+
+    base = make_spec("qwen3_tied", **OBJECTIVES[name], optimizer=ADAM)
+    expected = step(base, [[[[row for trajectory in mini for row in trajectory]]] for mini in minis])
+    spec = make_spec("qwen3_tied", **OBJECTIVES[name], **LAYOUTS[layout], optimizer=ADAM)
+    found = step(spec, [shuffled(mini, spec.dp, draw) for mini in minis])
+    assert max(found.error(expected, kind) for kind in ("gradients", "weights")) < 1e-5
+    mine, theirs = found.reports[0], expected.reports[0]
+    for metric in METRICS:
+        assert mine[metric] == (None if theirs[metric] is None else pytest.approx(theirs[metric], rel=1e-5, abs=2e-6)), metric
+    assert {count: mine[count] for count in COUNTS} == {count: theirs[count] for count in COUNTS}
+    assert sorted(mine["row_ids"]) == sorted(theirs["row_ids"])
+
+
+plans: dict[str, Any] = {
+    "name": st.sampled_from(sorted(OBJECTIVES)),
+    "layout": st.sampled_from(sorted(LAYOUTS)),
+    "seed": st.integers(100, 999),
+}
+unhurried = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+
+
+@settings(deadline=None, max_examples=3, suppress_health_check=unhurried)
+@given(**plans)
+def test_M1_M2_N2_a_random_plan_of_any_objective_in_any_layout_is_the_step_of_one_micro_batch(
+    lab: Any, rows: Any, make_spec: MakeSpec, plan: Any, name: str, layout: str, seed: int
+) -> None:
+    check_a_random_plan(lab, rows, make_spec, plan, name, layout, seed)
+
+
+@pytest.mark.slow
+@settings(deadline=None, max_examples=25, suppress_health_check=unhurried)
+@given(**plans)
+def test_M1_M2_N2_many_random_plans(lab: Any, rows: Any, make_spec: MakeSpec, plan: Any, name: str, layout: str, seed: int) -> None:
+    check_a_random_plan(lab, rows, make_spec, plan, name, layout, seed)
