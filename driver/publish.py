@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from driver.core import Core
 from driver.events import VersionServed
-from driver.push import Pusher, Snapshot
+from driver.push import Pusher
+from driver.snapshot import Snapshot
 from rollout.pool import EnginePool, EngineSlot
 from store import Ref
 
