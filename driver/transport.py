@@ -106,7 +106,7 @@ class SharedMemoryTransport:
     """`owner` tells the files of one run from those of others."""
 
     def __init__(self, owner: Path, shapes: TensorShapes, ranks: int) -> None:
-        self._prefix = f"headrace-push-{hashlib.blake2b(str(owner).encode(), digest_size=8).hexdigest()}"
+        self.prefix = f"headrace-push-{hashlib.blake2b(str(owner).encode(), digest_size=8).hexdigest()}"
         self._shapes = shapes
         self._ranks = ranks
 
@@ -116,7 +116,7 @@ class SharedMemoryTransport:
         try:
             _refuse_unless_same(self._shapes, await asyncio.to_thread(_shapes_of, snapshot))
             for wire in snapshot.buckets:
-                path = SHARED_MEMORY / f"{self._prefix}@{snapshot.epoch}.{snapshot.version}.{len(buckets)}.{secrets.token_hex(4)}"
+                path = SHARED_MEMORY / f"{self.prefix}@{snapshot.epoch}.{snapshot.version}.{len(buckets)}.{secrets.token_hex(4)}"
                 buckets.append(await asyncio.to_thread(_share, wire, path))
             yield SharedParcel(tuple(buckets), self._ranks)
         finally:
@@ -124,7 +124,7 @@ class SharedMemoryTransport:
                 bucket.path.unlink(missing_ok=True)
 
     def sweep(self) -> None:
-        for path in SHARED_MEMORY.glob(f"{self._prefix}@*"):
+        for path in SHARED_MEMORY.glob(f"{self.prefix}@*"):
             path.unlink(missing_ok=True)
 
 
