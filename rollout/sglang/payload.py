@@ -4,7 +4,7 @@ SGLang unpickles with a list of allowed names (SafeUnpickler), so the pickle may
 classes, and nothing else. Those few calls are all this module can write; it reads no pickle. A bucket is one file of /dev/shm, laid out
 as torch shares memory:
 
-    0    int32     how many processes hold it: at 0 torch deletes the file. Ours starts so high that only we delete it
+    0    int32     how many processes hold it: at 0 torch deletes it, so ours starts high
     64   the tensors' bytes, each at a multiple of 64
 
 and the pickle says `{"flattened_tensor": uint8 tensor over the file, "metadata": [name, shape, dtype, start, end, size in bytes]}`.
@@ -68,7 +68,8 @@ def place(tensors: Sequence[tuple[str, str, tuple[int, ...], int]]) -> tuple[lis
 def bucket_payload(shared_name: str, placed: Sequence[Placed], length_bytes: int, ranks: int = 1) -> list[str]:
     """`serialized_named_tensors` with `load_format: flattened_bucket`: the same entry for each tensor-parallel rank, each cuts its part.
 
-    `shared_name` is the file's name in /dev/shm. The file must stay there until the call is answered.
+    `shared_name` is the file's name in /dev/shm. It must stay there until the call is answered, and be this call's alone: a receiver
+    that ends deletes, by torch's own watcher, every name it has opened.
     """
     handle = b"/" + shared_name.encode()
     untyped = _Global("torch", "UntypedStorage")
