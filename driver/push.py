@@ -73,7 +73,7 @@ class Pusher:
     async def push_all(self, snapshot: Snapshot) -> list[Outcome]:
         """Push to every engine that does not serve this version yet, in parallel. An engine's fault is an outcome, not an exception.
 
-        Raises PushImpossible when the fault is the snapshot's, or this host's.
+        Raises SnapshotGone, and PushImpossible when the fault is the snapshot's or this host's.
         """
         async with self._transport.prepared(snapshot) as parcel:
             slots = [slot for slot in self._pool.slots.values() if slot.verified != snapshot.label(slot.incarnation)]

@@ -29,5 +29,9 @@ class PushRefused(RuntimeError):
     """The engine answered, and what it holds is not the snapshot."""
 
 
+class SnapshotGone(RuntimeError):
+    """The snapshot's bytes are not in the store: a trainer that came back is making the version anew."""
+
+
 class PushImpossible(RuntimeError):
     """No engine could take this snapshot. A sentence for the user."""

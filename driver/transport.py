@@ -26,7 +26,7 @@ import numpy as np
 
 from driver.checkpoint_files import TensorShapes, link_beside, tensor_shapes, write_safetensors
 from driver.config import RunConfig
-from driver.snapshot import PushImpossible, Snapshot
+from driver.snapshot import PushImpossible, Snapshot, SnapshotGone
 from rollout.client import EngineClient, ref_payload
 from rollout.sglang.payload import HEADER_BYTES, Placed, bucket_payload, header, place
 from store import Lease, Ref, StoreError, open_store
@@ -45,7 +45,7 @@ class Parcel(Protocol):
 
 class Transport(Protocol):
     def prepared(self, snapshot: Snapshot) -> AbstractAsyncContextManager[Parcel]:
-        """What was made for the push is gone afterwards. Raises PushImpossible."""
+        """What was made for the push is gone afterwards. Raises SnapshotGone, PushImpossible."""
         ...
 
     def sweep(self) -> None:
@@ -212,7 +212,7 @@ def _opened(wire: Mapping[str, object]) -> Lease:
     try:
         return open_store(ref.location).open(ref)
     except StoreError as error:
-        raise PushImpossible(f"the snapshot's bucket {ref.key} can not be read: {error}") from error
+        raise SnapshotGone(f"the snapshot's bucket {ref.key} can not be read: {error}") from error
 
 
 def _shapes_of(snapshot: Snapshot) -> TensorShapes:

@@ -11,7 +11,7 @@ import pytest
 from safetensors.torch import load_file
 
 from driver.checkpoint_files import tensor_shapes, write_safetensors
-from driver.snapshot import PushImpossible, Snapshot
+from driver.snapshot import PushImpossible, Snapshot, SnapshotGone
 from driver.transport import SHARED_MEMORY, DiskTransport, SharedMemoryTransport
 from rollout.answer import EngineError
 from rollout.sglang.payload import HEADER_BYTES
@@ -125,7 +125,7 @@ async def test_a_bucket_that_is_gone_or_does_not_fit_is_said(shared, snapshot, s
             pass
     assert files(shared) == []
     store.free([Ref.from_wire(bucket) for bucket in snapshot.buckets])
-    with pytest.raises(PushImpossible, match="can not be read"):
+    with pytest.raises(SnapshotGone, match="can not be read"):
         async with shared.prepared(snapshot):
             pass
 
