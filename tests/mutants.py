@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -95,9 +96,13 @@ def run_tests(tests: tuple[str, ...], root: Path, limit_s: float) -> tuple[int |
     try:
         code: int | None = process.wait(limit_s)
     except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+        process.send_signal(signal.SIGINT)  # its fixtures take down what they started
         code = None
+        try:
+            process.wait(20.0)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
     if not report.is_file():
         return code, [], []
     cases = list(ElementTree.parse(report).iter("testcase"))
