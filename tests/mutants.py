@@ -153,7 +153,9 @@ def copies(count: int) -> Iterator[SimpleQueue[Path]]:
 
 
 def main(
-    only: Annotated[list[str] | None, typer.Option(help="run just those with this fault id, or with this in their name or file; may be repeated")] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(help="run just those with this fault id, or with this in their name or file; may be repeated")
+    ] = None,
     list_only: Annotated[bool, typer.Option("--list", help="print the list and run nothing")] = False,
     jobs: Annotated[int, typer.Option(min=1, help="so many at once")] = 1,
     limit_s: Annotated[float, typer.Option(help="a mutant's tests may take so long")] = 180.0,
