@@ -38,7 +38,8 @@ from tests.trainer.plain import reference  # noqa: E402
 from trainer import cpu, export, main, models, rank, saving, state  # noqa: E402  (installs the CPU shim before megatron comes in)
 from trainer.checkpoints import POLICY  # noqa: E402
 from trainer.group import Group  # noqa: E402
-from trainer.model import Model, PackedAttention, TransformerLayer  # noqa: E402
+from trainer.layers import PackedAttention, TransformerLayer  # noqa: E402
+from trainer.model import Model  # noqa: E402
 from trainer.spec import TrainerSpec  # noqa: E402
 from trainer.step import Stepper  # noqa: E402
 from trainer.wire import TrainRequest  # noqa: E402
