@@ -23,7 +23,8 @@ def loss_spec(target: str | None, config: Path | None, overrides: list[str]) -> 
     """The configuration's loss, or the defaults, with `target` as its policy and `overrides` (`dotted.key=value`). Raises ConfigError."""
     if target is None and config is None:
         raise ConfigError("say which loss: headrace selfcheck loss path/file.py:name, or --config run.yaml")
-    raw: dict[str, Any] = load_config(config).trainer.loss.spec.model_dump() if config else {}
+    # What is not set stays so: another policy may ask for it.
+    raw: dict[str, Any] = load_config(config).trainer.loss.model_dump(exclude_unset=True, exclude={"advantage"}) if config else {}
     if target is not None:
         raw["policy"] = target
     for override in overrides:
