@@ -40,8 +40,11 @@ def test_the_config_s_loss_is_taken_with_its_file_found_from_where_the_config_is
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(raw))
     spec = loss_spec(None, tmp_path / "run.yaml", ["params.y=3"])
     assert spec.policy == f"{tmp_path}/my.py:loss" and spec.params == {"x": 2.0, "y": 3.0}
+    raw["trainer"]["loss"] = {"entropy_bonus": 0.1}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(raw))
+    assert loss_spec("cispo", tmp_path / "run.yaml", []).entropy_bonus == 0.1
     with pytest.raises(ConfigError, match="set clip_low and clip_high"):
-        loss_spec("gspo", CONFIG, [])
+        loss_spec("gspo", tmp_path / "run.yaml", [])
     raw["trainer"]["loss"] = {"policy": "my.py:los"}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(raw))
     with pytest.raises(ConfigError, match=r"trainer\.loss\.policy: .*did you mean 'loss'"):
