@@ -311,7 +311,7 @@ def load_config(path: str | os.PathLike[str], overrides: list[str] | None = None
     if not isinstance(raw, dict):
         raise ConfigError(f"{file} must hold a mapping with at least run_id and model.path")
     for override in overrides or []:
-        _set(raw, override)
+        set_key(raw, override)
     return parse_config(raw, base=file.parent)
 
 
@@ -323,7 +323,8 @@ def parse_config(raw: dict[str, Any], base: Path) -> RunConfig:
     return _check_files(config, base)
 
 
-def _set(raw: dict[str, Any], override: str) -> None:
+def set_key(raw: dict[str, Any], override: str) -> None:
+    """`override` is `dotted.key=YAML value`. Raises ConfigError."""
     dotted, separator, text = override.partition("=")
     if not separator or not dotted:
         raise ConfigError(f"--set {override!r}: write it as key.key=value")
