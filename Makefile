@@ -3,15 +3,17 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3; do command -v $$p >/de
 VENV ?= .venv
 BIN := $(VENV)/bin
 SEED ?= 0
+JOBS ?= 2
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: setup demo test test-all selfcheck lint figures clean help
+.PHONY: setup demo test test-all selfcheck mutants lint figures clean help
 
 help:
 	@echo "make demo       a tiny model learns to sort digits, on this CPU, in a few minutes (SEED=0)"
 	@echo "make test       the tests that run in CI        make test-all   the slow ones too"
-	@echo "make selfcheck  every layout of the trainer against plain torch, with the errors measured"
+	@echo "make selfcheck  every layout and switch of the trainer against plain torch, with the errors measured"
+	@echo "make mutants    small breakages, one at a time, each of which a named test must notice (JOBS=2)"
 	@echo "make lint       ruff and mypy                   make figures    the benchmarks, quickly"
 
 setup: $(VENV)/.ready
@@ -33,7 +35,10 @@ test-all: setup
 	$(BIN)/python -m pytest $(ARGS)
 
 selfcheck: setup
-	$(BIN)/python -m pytest -s tests/trainer/test_layouts.py tests/trainer/test_moe.py $(ARGS)
+	$(BIN)/python -m pytest -s tests/trainer/test_layouts.py tests/trainer/test_moe.py tests/trainer/test_switches.py tests/trainer/test_resharding.py $(ARGS)
+
+mutants: setup
+	$(BIN)/python -P tests/mutants.py --jobs $(JOBS) $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

@@ -22,11 +22,14 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from driver import selfcheck
 from driver.config import ConfigError, load_config
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Asynchronous reinforcement learning of language models.")
 config_app = typer.Typer(no_args_is_help=True, help="Look at configuration files.")
 app.add_typer(config_app, name="config")
+selfcheck_app = typer.Typer(no_args_is_help=True, help="Does what is yours keep its contract?")
+app.add_typer(selfcheck_app, name="selfcheck")
 out = Console()
 err = Console(stderr=True)
 
@@ -376,6 +379,23 @@ def config_check(config: Path, overrides: Sets = None) -> None:
     if dumped["service"]["token"]:
         dumped["service"]["token"] = "(set)"
     out.print(yaml.safe_dump(dumped, sort_keys=False), highlight=False, end="")
+
+
+@selfcheck_app.command("loss")
+def selfcheck_loss(
+    target: Annotated[str | None, typer.Argument(help="path/file.py:name, module:name, or ppo_clip, gspo …; default: the config's")] = None,
+    config: Annotated[Path | None, typer.Option(help="the run's YAML, of which trainer.loss is taken")] = None,
+    overrides: Annotated[list[str] | None, typer.Option("--set", help="one key of the loss: --set clip_low=3e-4")] = None,
+    rows: Annotated[int, typer.Option(min=4, max=1000, help="made-up rows a step")] = 24,
+    seed: int = 0,
+    layouts: Annotated[bool, typer.Option(help="through Megatron on real ranks too, some 20 s more")] = True,
+) -> None:
+    """Is a policy loss the same however rows are split, ordered and laid out? Status 0: it is; 1: it is not; 2: it cannot be used."""
+    try:
+        argv = selfcheck.command(target, config, overrides or [], rows, seed, layouts)
+    except ConfigError as error:
+        fail(str(error), 2)
+    raise typer.Exit(subprocess.run(argv).returncode)
 
 
 def main() -> None:

@@ -102,12 +102,9 @@ def make_models(directory: str) -> dict[str, str]:
 
 
 def layout(
-    spec: dict[str, Any], requests: list[dict[str, Any]], out: str, resume: str | None = None, save: str | None = None, second: bool = False
+    spec: dict[str, Any], requests: list[dict[str, Any]], out: str, resume: str | None = None, save: str | None = None
 ) -> dict[str, Any]:
-    """The product's steps, on as many forked ranks as the spec has; from a checkpoint, into a directory of checkpoints.
-
-    With `second` the checkpoint holds another model too, which has taken the first step only.
-    """
+    """The product's steps, on as many forked ranks as the spec has; from a checkpoint, into a directory of checkpoints."""
     facts = TrainerSpec.model_validate(spec)
     with socket.create_server(("127.0.0.1", 0)) as rendezvous:
         port = rendezvous.getsockname()[1]
@@ -115,7 +112,7 @@ def layout(
     children = []
     for number in range(facts.world_size):
         names = {"RANK": number, "WORLD_SIZE": facts.world_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        children.append(_fork(lambda names=names: _layout_rank(facts, names, requests, out, result, resume, save, second)))  # type: ignore[misc]
+        children.append(_fork(lambda names=names: _layout_rank(facts, names, requests, out, result, resume, save)))  # type: ignore[misc]
     _await_ranks(children)
     answer: dict[str, Any] = json.loads(result.read_text())
     return answer
@@ -149,7 +146,6 @@ def _layout_rank(
     result: Path,
     resume: str | None,
     save: str | None,
-    second: bool,
 ) -> None:
     os.environ.update({name: str(value) for name, value in names.items()})
     torch.set_num_threads(1)
@@ -157,19 +153,12 @@ def _layout_rank(
     group = Group(facts)
     model = models.resume(facts, group, Path(resume))[0] if resume else models.begin(facts, group, facts.model_path)
     stepper = Stepper(facts, group, model, models.policy_loss(facts, group), lambda: None)
-    arrays: dict[str, np.ndarray] = {}
-    if resume:
-        arrays |= _kept(facts, model, "resumed")
-        checkpoint = saving.open_checkpoint(group, Path(resume))
-        if (beside := checkpoint.directory_of("second")).is_dir():
-            other = build(facts, group, beside / "hf")
-            saving.restore(facts, group, other, checkpoint, "second")
-            arrays |= _kept(facts, other, "second")
+    parts = {"" if name == POLICY else f"{name}.": part for name, part in models.parts(model).items()}
+    arrays = _kept(facts, parts, "resumed") if resume else {}
     if requests:
         rows = {row.row_id: row for mini in TrainRequest(**requests[0]).mini_batches for row in mini.rows()}
         arrays |= {f"log_probs/{row_id}": np.array(values) for row_id, values in stepper.log_probs(list(rows.values())).items()}
     reports = []
-    parts = {"" if name == POLICY else f"{name}.": part for name, part in models.parts(model).items()}
     seen = _watch(model)
     for step, request in enumerate(requests):
         reports.append(stepper.train(TrainRequest(**request)).model_dump())
@@ -183,13 +172,8 @@ def _layout_rank(
     assert len(exported) == len(dict(exported)), "each name once, tied embeddings over pipeline stages included"
     arrays |= {f"weights/{name}": array for name, array in exported}
     if save:
-        arrays |= _kept(facts, model, "saved")
-        saved = models.parts(model)
-        if second:
-            saved["second"] = build(facts, group, facts.model_path)
-            Stepper(facts, group, saved["second"], models.policy_loss(facts, group), lambda: None).train(TrainRequest(**requests[0]))
-            arrays |= _kept(facts, saved["second"], "second")
-        saving.save(facts, group, saved, Path(save), len(requests), 0, None)
+        arrays |= _kept(facts, parts, "saved")
+        saving.save(facts, group, models.parts(model), Path(save), len(requests), 0, None)
     if group.rank == 0:
         np.savez(out, allow_pickle=False, **arrays)
         kept = [value.numel() for held in state.held_parameters(model.optimizer).values() for value in held.state.values()]
@@ -213,13 +197,16 @@ def _watch(model: Model) -> dict[str, int]:
     return seen
 
 
-def _kept(facts: TrainerSpec, model: Model, prefix: str) -> dict[str, np.ndarray]:
-    """All that a checkpoint has to hold."""
-    arrays = {f"{prefix}/hf/{name}": tensor.float().numpy().copy() for name, tensor in export.hf_tensors(model)}
-    steps = state.steps_taken(model)
-    for slot in (*(() if steps is None else state.SLOTS[facts.optimizer.kind]), state.WEIGHTS):
-        arrays |= {f"{prefix}/{slot}/{name}": tensor.numpy().copy() for name, tensor in state.state_tensors(model, slot)}
-    return arrays | {f"{prefix}/steps": np.array(-1 if steps is None else steps)}
+def _kept(facts: TrainerSpec, parts: dict[str, Model], when: str) -> dict[str, np.ndarray]:
+    """All that a checkpoint has to hold of each model."""
+    arrays: dict[str, np.ndarray] = {}
+    for prefix, model in parts.items():
+        arrays |= {f"{when}/hf/{prefix}{name}": tensor.float().numpy().copy() for name, tensor in export.hf_tensors(model)}
+        steps = state.steps_taken(model)
+        for slot in (*(() if steps is None else state.SLOTS[facts.optimizer.kind]), state.WEIGHTS):
+            arrays |= {f"{when}/{slot}/{prefix}{name}": tensor.numpy().copy() for name, tensor in state.state_tensors(model, slot)}
+        arrays[f"{when}/steps/{prefix}"] = np.array(-1 if steps is None else steps)
+    return arrays
 
 
 def trainer(spec_path: str, log: str) -> dict[str, Any]:

@@ -66,13 +66,27 @@ class Plain:
                 facts["advantage"] = (facts["advantage"] - every.mean()) / (every.std(correction=0) + 1e-8)
         report: dict[str, Any] = {}
         for mini in planned:
-            report = self.mini_batch([(row, known[row["row_id"]]) for row in mini], request)
+            report = self.mini_batch([(row, known[row["row_id"]]) for row in mini], request) | self.of_the_batch(list(known.values()))
         named = [(name, p) for name, p in self.named()]
         self.arrays |= {
             f"gradients/{self.steps}/{saved}": a.float().numpy() + 0 for name, p in named for saved, a in as_saved(name, p.grad)
         }
         self.steps += 1
         return report
+
+    def of_the_batch(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        """The metrics of what was fixed before the first step."""
+        kept = {name: torch.cat([facts[name] for facts in rows]).double() for name in rows[0] if name not in ("chosen", "masked")}
+        found: dict[str, Any] = {"masked_tokens": sum(facts["masked"] for facts in rows)}
+        found["masked_rows"] = sum(facts["masked"] > 0 and not len(facts["chosen"]) for facts in rows)
+        if self.loss["old_log_probs"] == "recomputed":
+            log_ratio = kept["old"] - kept["behaviour"]
+            found["off_policy_kl"] = float((log_ratio.exp() - 1 - log_ratio).mean())
+            found["effective_sample_size"] = float(kept["weight"].mean() ** 2 / (kept["weight"] ** 2).mean())
+        if self.critic:
+            error = kept["returns"] - kept["values"]
+            found["explained_variance"] = float(1 - (error**2).mean() / kept["returns"].var(correction=0))
+        return found
 
     def named(self) -> list[tuple[str, torch.Tensor]]:
         own = list(self.model.named_parameters())
@@ -166,7 +180,7 @@ class Plain:
             facts["advantage"], facts["returns"] = self.estimated(row, now, behaviour, reference, values)
             facts["values"] = values
         facts = {name: column[keep] for name, column in facts.items()}
-        return facts | {"chosen": chosen[keep]}
+        return facts | {"chosen": chosen[keep], "masked": int((~keep).sum())}
 
     def estimated(self, row: Any, now: Any, behaviour: Any, reference: Any, values: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """(advantages, returns) by the definitions, each a sum over all later tokens."""

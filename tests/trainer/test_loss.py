@@ -354,6 +354,24 @@ def test_no_tokens_add_nothing_and_maximise_nothing() -> None:
     assert torch.equal(together.total, some.total) and torch.equal(together.highest, some.highest)
 
 
+def test_the_metrics_are_their_definitions_over_all_trained_tokens_and_the_gap_over_this_version_s() -> None:
+    spec = LossSpec(clip_low=0.1, clip_high=0.15, old_log_probs="recomputed", kl=KLSpec(coefficient=0.1, estimator="k2"))
+    rows = ragged(11, 12)
+    _, sums = step(spec, [rows])
+    found = dict(zip((*Sums.TOTALS, *Sums.HIGHEST), (*sums.total.tolist(), *sums.highest.tolist()), strict=True))
+    picked = [(row, int(i)) for row in rows for i in row.mask.nonzero()[:, 0]]
+    away = [float((row.log_probs - row.behaviour)[i].detach()) for row, i in picked]
+    ratios = [math.exp(float((row.log_probs - row.old)[i].detach())) for row, i in picked]
+    signs = [row.advantage for row, _ in picked]
+    clipped = [(a > 0 and r > 1.15) or (a < 0 and r < 0.9) for a, r in zip(signs, ratios, strict=True)]
+    assert found["tokens"] == len(picked) and found["clipped"] == sum(clipped) > 0 and 0.0 in signs
+    assert found["kl"] == pytest.approx(sum(math.exp(x) - 1 - x for x in away), rel=1e-12)
+    assert found["reference_kl"] == pytest.approx(sum(float((row.log_probs - row.reference)[i].detach()) ** 2 / 2 for row, i in picked))
+    assert found["entropy"] == pytest.approx(sum(float(row.entropy[i].detach()) for row, i in picked), rel=1e-12)
+    assert found["ratio"] == pytest.approx(math.exp(max(away)), rel=1e-12)
+    assert found["gap"] == pytest.approx(max(abs(x) for x, (row, _) in zip(away, picked, strict=True) if row.sampled_now), rel=1e-12)
+
+
 def test_every_choice_of_a_spec_is_in_its_registry() -> None:
     assert tuple(REGISTRY) == POLICIES
     assert get_args(LossSpec.model_fields["aggregation"].annotation) == tuple(AGGREGATIONS)

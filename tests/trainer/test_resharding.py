@@ -45,12 +45,15 @@ def assert_bit_equal(found: dict[str, np.ndarray], expected: dict[str, np.ndarra
 def continued(lab: Any, rows: Any, make_spec: MakeSpec, plan: Any, tmp_path: Path) -> Callable[..., tuple[Any, Any, Any]]:
     """Two steps in one layout, saved; the third there, and the third after a resume in another."""
 
-    def run(layout: str, other: str, **switches: Any) -> tuple[Any, Any, Any]:
-        drawn = [rows.ragged(70 + i, 8) for i in range(3)]
-        here, there = (make_spec("qwen3_odd", **{"optimizer": ADAM, **in_words(name), **switches}) for name in (layout, other))
+    def run(layout: str, other: str, model: str = "qwen3_odd", experts: tuple[int, int] = (1, 1), **switches: Any) -> tuple[Any, Any, Any]:
+        drawn = [[row.model_copy(update={"score": row.advantage}) for row in rows.ragged(70 + i, 8)] for i in range(3)]
+        here, there = (
+            make_spec(model, **{"optimizer": ADAM, **in_words(name), "ep": ep, **switches})
+            for name, ep in zip((layout, other), experts, strict=True)
+        )
 
         def plans(spec: TrainerSpec) -> list[Any]:
-            return [plan(i, [dealt(some, spec.dp, 3)]) for i, some in enumerate(drawn)]
+            return [plan(i, [dealt(some, spec.dp, 3)]).model_copy(update={"critic_lr": 1e-2}) for i, some in enumerate(drawn)]
 
         saved = lab.layout(here, plans(here)[:2], save=tmp_path)
         on = lab.layout(here, plans(here))
@@ -70,15 +73,45 @@ def test_any_layout_resumes_from_any_other_bit_for_bit_and_takes_the_step_that_w
         assert_bit_equal(held(resumed, "weights"), held(on, "weights"))
 
 
-def test_a_second_model_has_its_own_weights_state_and_steps_in_the_same_checkpoint(
-    lab: Any, rows: Any, make_spec: MakeSpec, plan: Any, tmp_path: Path
-) -> None:
-    requests = [plan(i, [dealt(rows.ragged(85 + i, 6), 1, 2)]) for i in range(2)]
-    saved = lab.layout(make_spec("qwen3_odd", optimizer=ADAM, tp=2), requests, save=tmp_path, second=True)
-    resumed = lab.layout(make_spec("qwen3_odd", optimizer=ADAM), [], resume=tmp_path / "step_00000002")
+CRITIC = {"critic": {"whiten": False}, "loss": {"kl": {"coefficient": 0.05}}}
+
+
+@pytest.mark.parametrize(
+    ("layout", "other", "switches"),
+    [
+        pytest.param("2111", "1112", {}, id="2111-1112"),
+        pytest.param("1211", "1211", {}, id="1211-1211", marks=pytest.mark.slow),
+        pytest.param("1112d", "1211", {}, id="1112d-1211", marks=pytest.mark.slow),
+        pytest.param("1111", "1111", {"dtype": "bfloat16"}, id="bf16", marks=pytest.mark.slow),
+    ],
+)
+def test_the_critic_goes_on_as_the_policy_does(continued: Any, layout: str, other: str, switches: dict[str, Any]) -> None:
+    saved, on, resumed = continued(layout, other, **CRITIC, **switches)
     assert_bit_equal(held(resumed, "resumed"), held(saved, "saved"))
-    assert_bit_equal(held(resumed, "second"), held(saved, "second"))
-    assert (resumed.arrays["resumed/steps"], resumed.arrays["second/steps"]) == (2, 1)
+    assert np.abs(saved.arrays["saved/exp_avg/critic.value_head.weight"]).max() > 0
+    assert resumed.error(on, "weights") < 1e-5
+    assert any(name.startswith("weights/critic.") for name in on.arrays)
+    if layout == other:
+        assert_bit_equal(held(resumed, "weights"), held(on, "weights"))
+
+
+MIXTURE_SLOW = [("1112", "1112", 2, 2), ("1112", "2111", 2, 2), ("1112d", "1211", 2, 1), ("2112", "1112d", 4, 2), ("2111", "2112d", 2, 2)]
+
+
+@pytest.mark.parametrize(
+    ("layout", "other", "ep", "other_ep"),
+    [
+        pytest.param("1112", "1111", 2, 1, id="1112e2-1111e1"),
+        *(pytest.param(*case, id=f"{case[0]}e{case[2]}-{case[1]}e{case[3]}", marks=pytest.mark.slow) for case in MIXTURE_SLOW),
+    ],
+)
+def test_experts_are_kept_as_everything_else_is(continued: Any, layout: str, other: str, ep: int, other_ep: int) -> None:
+    saved, on, resumed = continued(layout, other, model="qwen3_moe", experts=(ep, other_ep))
+    assert_bit_equal(held(resumed, "resumed"), held(saved, "saved"))
+    print(f"\n{layout} ep {ep} -> {other} ep {other_ep}: weights after the next step {resumed.error(on, 'weights'):.1e}")
+    assert resumed.error(on, "weights") < 1e-5
+    if (layout, ep) == (other, other_ep):
+        assert_bit_equal(held(resumed, "weights"), held(on, "weights"))
 
 
 @pytest.mark.parametrize("shard_bytes", [30_000, 1])
@@ -129,6 +162,14 @@ def test_bf16_resumes_from_the_fp32_weights_behind_it(continued: Any, layout: st
     assert resumed.error(on, "weights") < 0.05
     if layout == other:
         assert_bit_equal(held(resumed, "weights"), held(on, "weights"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["1112", "1112d"])
+def test_experts_in_bf16_resume_bit_for_bit(continued: Any, layout: str) -> None:
+    saved, on, resumed = continued(layout, layout, model="qwen3_moe", experts=(2, 2), **BF16)
+    assert_bit_equal(held(resumed, "resumed"), held(saved, "saved"))
+    assert_bit_equal(held(resumed, "weights"), held(on, "weights"))
 
 
 @pytest.mark.parametrize(("dtype", "other"), [("bfloat16", "float32"), ("float32", "bfloat16")])

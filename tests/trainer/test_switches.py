@@ -78,6 +78,22 @@ def assert_switched(spec: TrainerSpec, requests: list[Any], seen: dict[str, int]
     assert share == pytest.approx(1 / (spec.dp * spec.cp) if spec.distributed_optimizer else 1.0, rel=0.05)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "ep", "switches"),
+    [("1112", 2, SPREAD | FULL), ("2112", 4, SPREAD | SELECTIVE | ALONG), ("1211", 1, FULL)],
+    ids=["1112e2-distributed_optimizer-full", "2112e4-distributed_optimizer-selective", "1211e1-full"],
+)
+def test_M2_two_steps_of_a_mixture_of_experts_with_any_switch_equal_plain_torch(
+    lab: Any, rows: Any, make_spec: MakeSpec, plan: Any, references: dict[str, Any], layout: str, ep: int, switches: dict[str, Any]
+) -> None:
+    spec = make_spec("qwen3_moe", **in_words(layout), ep=ep, optimizer=ADAM, **switches)
+    requests = [plan(0, [dealt(rows.ragged(1, 9), spec.dp, 2)]), plan(1, [dealt(rows.ragged(2, 8), spec.dp, 4)])]
+    if "experts" not in references:
+        references["experts"] = lab.reference(spec, requests)
+    assert_equal_steps(lab.layout(spec, requests), references["experts"], gradients=not spec.distributed_optimizer)
+
+
 BF16_QUICK: list[tuple[str, dict[str, Any]]] = [("1111", {})]
 BF16_SLOW: list[tuple[str, dict[str, Any]]] = [("2211", {}), ("1122", {}), ("1112", SPREAD), ("2111", ALONG | FULL)]
 

@@ -1,0 +1,55 @@
+"""`headrace selfcheck loss`, the driver's side: which loss is meant. The check itself needs torch and is a process of the trainer's."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from driver.config import ConfigError, load_config
+from trainer.loss_spec import LossSpec
+
+
+def command(target: str | None, config: Path | None, overrides: list[str], rows: int, seed: int, layouts: bool) -> list[str]:
+    """The command line of the check. Raises ConfigError."""
+    spec = loss_spec(target, config, overrides)
+    flags = ["--loss", spec.model_dump_json(), "--rows", str(rows), "--seed", str(seed), "--layouts" if layouts else "--no-layouts"]
+    return [sys.executable, "-P", "-m", "trainer.selfcheck", "loss", *flags]
+
+
+def loss_spec(target: str | None, config: Path | None, overrides: list[str]) -> LossSpec:
+    """The configuration's loss, or the defaults, with `target` as its policy and `overrides` (`dotted.key=value`). Raises ConfigError."""
+    if target is None and config is None:
+        raise ConfigError("say which loss: headrace selfcheck loss path/file.py:name, or --config run.yaml")
+    raw: dict[str, Any] = load_config(config).trainer.loss.spec.model_dump() if config else {}
+    if target is not None:
+        raw["policy"] = target
+    for override in overrides:
+        _set(raw, override)
+    try:
+        return LossSpec.model_validate(raw)
+    except ValidationError as error:
+        raise ConfigError("; ".join(map(_problem, error.errors()))) from None
+
+
+def _problem(error: Any) -> str:
+    where = ".".join(map(str, error["loc"]))
+    if error["type"] == "extra_forbidden":
+        return f"unknown key {where!r} of the loss"
+    return ": ".join(filter(None, [where, error["msg"].removeprefix("Value error, ")]))
+
+
+def _set(raw: dict[str, Any], override: str) -> None:
+    key, separator, text = override.partition("=")
+    if not separator:
+        raise ConfigError(f"--set {override!r}: write it as key=value")
+    *sections, name = key.split(".")
+    for section in sections:
+        raw = raw.setdefault(section, {})
+    try:
+        raw[name] = float(text)  # which knows 3e-4; to YAML that is a word
+    except ValueError:
+        raw[name] = yaml.safe_load(text)
