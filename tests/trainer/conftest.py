@@ -59,13 +59,13 @@ class Outcome:
 
 
 class Lab:
-    """The process of lab.py. One job at a time."""
+    """The process of lab.py, for one kind of device. One job at a time."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, device: str = "cpu") -> None:
         self._directory = directory
         self._log = (directory / "lab.log").open("w")
         self._process = subprocess.Popen(
-            [sys.executable, "-P", str(Path(__file__).parent / "lab.py")],
+            [sys.executable, "-P", str(Path(__file__).parent / "lab.py"), device],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
