@@ -19,6 +19,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+import torch
 from pydantic import BaseModel
 
 from store import EmbeddedStore
@@ -27,6 +28,8 @@ from trainer.spec import TrainerSpec
 from trainer.wire import MiniBatch, PlanRow, TrainRequest, WireRef
 
 ROOT = Path(__file__).parents[2]
+GPUS = torch.cuda.device_count()
+"""Counted before a test hides them from this process."""
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
 
 
