@@ -35,7 +35,7 @@ test-all: setup
 	$(BIN)/python -m pytest $(ARGS)
 
 selfcheck: setup
-	$(BIN)/python -m pytest -s tests/trainer/test_layouts.py tests/trainer/test_moe.py tests/trainer/test_switches.py tests/trainer/test_resharding.py $(ARGS)
+	$(BIN)/python -m pytest -s tests/trainer/test_layouts.py tests/trainer/test_objectives.py tests/trainer/test_moe.py tests/trainer/test_switches.py tests/trainer/test_resharding.py $(ARGS)
 
 mutants: setup
 	$(BIN)/python -P tests/mutants.py --jobs $(JOBS) $(ARGS)
@@ -48,6 +48,7 @@ lint: setup
 figures: setup
 	$(BIN)/python -m benchmarks.overlap --quick
 	$(BIN)/python -m benchmarks.start --quick
+	$(BIN)/python -m benchmarks.trainer --quick
 
 clean:
 	rm -rf $(VENV) dist runs demo_summary.json

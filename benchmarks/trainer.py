@@ -284,7 +284,7 @@ async def measure(directory: Path, store: EmbeddedStore, quick: bool) -> dict[st
     try:
         async with trainer(directory, store, 1) as one, trainer(directory, store, 2) as two:
             plain.ask("make_model", path=str(directory / "bigger"), **BIGGER)
-            bench = Bench(one, two, plain, Rows(store), 3 if quick else 15)
+            bench = Bench(one, two, plain, Rows(store), 3 if quick else 9)
             demo, trace = demo_rows(), trace_rows(16 if quick else 48, shrink=4)
             figures = {f"demo_{name}": value for name, value in (await bench.against_plain(BASE, demo)).items()}
             figures |= {f"bigger_{name}": value for name, value in (await bench.against_plain(directory / "bigger", trace)).items()}

@@ -139,7 +139,9 @@ class TrainerConfig(_Section):
     dtype: Literal["float32", "bfloat16"] = Field(
         "float32", description="of weights, activations and pushes, and of the engines; the optimizer's weights stay float32"
     )
-    sequence_parallel: bool = Field(False, description="with tp above 1: norms and residuals are split along the sequence, not repeated")
+    sequence_parallel: bool = Field(
+        False, description="with tp above 1: norms and residuals are split along the sequence, not repeated; always, with experts"
+    )
     recompute: Literal["none", "selective", "full"] = Field(
         "none", description="memory for time: attention's core, or whole layers, are computed again in the backward pass"
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -95,9 +96,13 @@ def run_tests(tests: tuple[str, ...], root: Path, limit_s: float) -> tuple[int |
     try:
         code: int | None = process.wait(limit_s)
     except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+        process.send_signal(signal.SIGINT)  # its fixtures take down what they started
         code = None
+        try:
+            process.wait(20.0)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
     if not report.is_file():
         return code, [], []
     cases = list(ElementTree.parse(report).iter("testcase"))
@@ -148,13 +153,15 @@ def copies(count: int) -> Iterator[SimpleQueue[Path]]:
 
 
 def main(
-    only: Annotated[list[str] | None, typer.Option(help="run just those whose name or fault id has this in it; may be repeated")] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(help="run just those with this fault id, or with this in their name or file; may be repeated")
+    ] = None,
     list_only: Annotated[bool, typer.Option("--list", help="print the list and run nothing")] = False,
     jobs: Annotated[int, typer.Option(min=1, help="so many at once")] = 1,
     limit_s: Annotated[float, typer.Option(help="a mutant's tests may take so long")] = 180.0,
 ) -> None:
     """Break the product in small ways and see that the tests notice."""
-    chosen = [m for m in read() if not only or any(part in m.name or part in m.faults for part in only)]
+    chosen = [m for m in read() if not only or any(part in m.faults or part in f"{m.name} {m.file}" for part in only)]
     if not chosen:
         out.print(f"no mutant is named like {' or '.join(only or [])}; --list shows them")
         raise typer.Exit(2)

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.overlap import CONFIG, settings_of
+from benchmarks.trainer import BUDGET_TOKENS, Rows, planned, trace_rows
 from driver.config import load_config
+from store import EmbeddedStore
 
 
 @pytest.mark.parametrize("bound", [0, 2])
@@ -17,10 +19,26 @@ def test_the_configuration_of_the_overlap_benchmark_is_accepted(tmp_path, bound)
     assert config.staleness.bound == bound and config.stop.batches == 40
 
 
-@pytest.mark.parametrize("name", ["overlap", "start"])
+@pytest.mark.parametrize("name", ["overlap", "start", "trainer"])
 def test_every_benchmark_knows_quick_and_json(name):
     root = Path(__file__).parents[1]
     env = {**os.environ, "PYTHONPATH": str(root)}
     argv = [sys.executable, "-m", f"benchmarks.{name}", "--help"]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=60, cwd=root, env=env)
     assert done.returncode == 0 and "--quick" in done.stdout and "--json" in done.stdout
+
+
+def test_padded_rows_are_the_packed_ones_with_masked_tokens_up_to_the_longest_of_their_micro_batch(tmp_path):
+    store = EmbeddedStore(tmp_path / "store", 64 << 20)
+    drawn = trace_rows(24, shrink=4)
+    plan, log_probs = planned(drawn, 1), [[-1.0] * (len(ids) - 1) for ids, _ in drawn]
+    packed, padded = Rows(store).put(drawn, log_probs), Rows(EmbeddedStore(tmp_path / "other", 64 << 20)).put_padded(drawn, log_probs, plan)
+    assert sorted(index for micro_batch in plan[0] for index in micro_batch) == list(range(24))
+    for micro_batch in plan[0]:
+        lengths = [packed[index].length for index in micro_batch]
+        assert sum(lengths) <= BUDGET_TOKENS
+        assert {padded[index].length for index in micro_batch} == {max(lengths)}
+    for mine, theirs in zip(padded, packed, strict=True):
+        with store.open(theirs.rollout.ref()) as short, EmbeddedStore(tmp_path / "other").open(mine.rollout.ref()) as long:
+            assert long["input_ids"][: theirs.length].tolist() == short["input_ids"].tolist()
+            assert long["response_mask"].sum() == short["response_mask"].sum() > 0

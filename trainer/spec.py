@@ -56,7 +56,7 @@ class TrainerSpec(Strict):
     distributed_optimizer: bool = False
     """Each data-parallel (and context-parallel) rank keeps a part of the optimizer's state, not a copy of it."""
     sequence_parallel: bool = False
-    """Norms and residuals are split over the tensor-parallel ranks along the sequence."""
+    """Norms and residuals are split over the tensor-parallel ranks along the sequence; with experts they always are."""
     recompute: Literal["none", "selective", "full"] = "none"
     """What the backward pass computes again instead of keeping it: nothing, the attention's core, or whole layers."""
     loss: LossSpec = LossSpec()

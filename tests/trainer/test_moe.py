@@ -17,11 +17,11 @@ import pytest
 from safetensors.numpy import load_file
 
 from store import EmbeddedStore
-from tests.trainer.steps import ADAM, assert_equal_steps, dealt
+from tests.trainer.steps import ADAM, SGD, assert_equal_steps, dealt
 from trainer.client import TrainerRefused
 from trainer.routes import Routing
 from trainer.spec import TrainerSpec
-from trainer.wire import MiniBatch, PlanRow
+from trainer.wire import MiniBatch, PlanRow, TrainRequest
 
 MakeSpec = Callable[..., TrainerSpec]
 LAYERS, EXPERTS, CHOSEN = 2, 8, 2
@@ -50,8 +50,16 @@ def routed(rows: Any, seed: int, count: int, version: int = 0) -> list[PlanRow]:
             columns["routed_experts"] = random_routes(rng, response if kind == 1 else positions)
         if kind == 3:
             columns["version_spans"] = np.array([[0, version, 0, positions - 1], [0, version + 1, positions - 1, positions]], np.int64)
-        made.append(rows.put(f"{seed}-{index}", columns, float(rng.normal())))
+        advantage = float(rng.normal())
+        made.append(rows.put(f"{seed}-{index}", columns, advantage).model_copy(update={"score": advantage}))
     return made
+
+
+def two_steps(plan: Any, rows: Any, seed: int, dp: int) -> list[TrainRequest]:
+    """With two data-parallel ranks: 3 and 2 micro-batches, then 2 and 1. The learning rate is small, because an expert of few tokens has a
+    small gradient, and shows every rounding of the step before."""
+    first, second = routed(rows, seed, 9), routed(rows, seed + 1, 8, version=1)
+    return [plan(0, [dealt(first, dp, 2)], 1e-3), plan(1, [dealt(second, dp, 4)], 1e-3)]
 
 
 @pytest.fixture(scope="module")
@@ -74,8 +82,7 @@ def test_M2_two_steps_of_any_split_of_the_experts_equal_plain_transformers(
     lab: Any, rows: Any, make_spec: MakeSpec, plan: Any, references: dict[Any, Any], model: str, layout: str, replay: bool
 ) -> None:
     spec = make_spec(model, **in_words(layout), routing_replay=replay, optimizer=ADAM)
-    # With two data-parallel ranks: 3 and 2 micro-batches, then 2 and 1; each has rows of all kinds.
-    requests = [plan(0, [dealt(routed(rows, 61, 9), spec.dp, 2)]), plan(1, [dealt(routed(rows, 62, 8, version=1), spec.dp, 4)])]
+    requests = two_steps(plan, rows, 61, spec.dp)
     if (model, replay) not in references:
         references[model, replay] = lab.reference(spec, requests)
     found, expected = lab.layout(spec, requests), references[model, replay]
@@ -169,3 +176,53 @@ async def test_a_dense_model_and_a_row_with_routes_of_another_model_are_refused_
         after = await trainer.client.snapshot(0, 0, 1 << 20, [])
         store.free([bucket.ref() for bucket in after.buckets])
         assert after.tensors == before.tensors and len(after.tensors) == 3 + 2 * (8 + 1 + 3 * EXPERTS)
+
+
+FULL, SELECTIVE, SPREAD = {"recompute": "full"}, {"recompute": "selective"}, {"distributed_optimizer": True}
+SWITCHED: list[tuple[str, dict[str, Any]]] = [
+    *((layout, FULL) for layout in ("1212-2", "1111-1", "1122-2", "2212-4")),
+    ("1212-2", SELECTIVE),
+    *((layout, SPREAD) for layout in ("1112-2", "1122-2", "2212-4")),
+    ("2112-2", SPREAD | FULL),
+    ("1112-2", {"optimizer": SGD}),
+]
+
+
+@pytest.mark.parametrize(
+    ("layout", "switches"),
+    [
+        pytest.param(*case, marks=pytest.mark.slow if index else (), id="-".join([case[0], *case[1]]) + f"-{index}")
+        for index, case in enumerate(SWITCHED)
+    ],
+)
+def test_M2_replayed_routes_hold_under_any_switch_and_when_the_backward_pass_routes_again(
+    lab: Any, rows: Any, make_spec: MakeSpec, plan: Any, layout: str, switches: dict[str, Any]
+) -> None:
+    """One row a micro-batch first: while one is recomputed, others with other routes are on their way through the pipeline."""
+    spec = make_spec("qwen3_moe", **{"optimizer": ADAM, **in_words(layout), **switches}, routing_replay=True)
+    first, second = routed(rows, 61, 9), routed(rows, 62, 8, version=1)
+    requests = [plan(0, [dealt(first, spec.dp, 1)], 1e-3), plan(1, [dealt(second, spec.dp, 2)], 1e-3)]
+    found, expected = lab.layout(spec, requests), lab.reference(spec, requests)
+    errors = ", ".join(f"{kind} {found.error(expected, kind):.1e}" for kind in ("gradients", "weights") if found.named(kind))
+    print(f"\nqwen3_moe {layout} {', '.join(switches)}: log-probs {found.distance(expected, 'log_probs'):.1e}, {errors}")
+    assert_equal_steps(found, expected, gradients=not spec.distributed_optimizer)
+
+
+PREPARED: dict[str, dict[str, Any]] = {
+    "reference": {"loss": {"old_log_probs": "recomputed", "correction": {"weight": "token", "cap": 1.2}, "kl": {"coefficient": 0.1}}},
+    "critic": {"critic": {"gamma": 0.97, "lam": 0.9}},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PREPARED)
+@pytest.mark.parametrize("layout", ["1112-2", "1212-2", "2112-4"])
+def test_M2_what_is_prepared_before_a_step_equals_plain_transformers_where_ranks_share_experts(
+    lab: Any, rows: Any, make_spec: MakeSpec, plan: Any, layout: str, name: str
+) -> None:
+    """Old log-probs go the replayed ways; the frozen reference and the critic, from which no engine sampled, their own."""
+    spec = make_spec("qwen3_moe", **in_words(layout), routing_replay=True, optimizer=ADAM, **PREPARED[name])
+    requests = [request.model_copy(update={"critic_lr": 1e-3}) for request in two_steps(plan, rows, 67, spec.dp)]
+    found, expected = lab.layout(spec, requests), lab.reference(spec, requests)
+    print(f"\nqwen3_moe {layout} {name}: " + ", ".join(f"{kind} {found.error(expected, kind):.1e}" for kind in ("gradients", "weights")))
+    assert_equal_steps(found, expected)

@@ -110,14 +110,16 @@ def test_N1_loss_2_on_100_tokens_and_0_5_on_900_is_0_65_in_any_split(lab: Any, r
         assert report["loss"] == pytest.approx(0.65, abs=1e-5)
 
 
-def test_M3_N10_a_row_packed_first_last_or_alone_has_the_same_log_probs(lab: Any, rows: Any, make_spec: MakeSpec, plan: Any) -> None:
+def test_M3_N10_a_row_packed_first_last_or_alone_and_over_one_or_two_context_parallel_ranks_has_the_same_log_probs(
+    lab: Any, rows: Any, make_spec: MakeSpec, plan: Any
+) -> None:
     rng = np.random.default_rng(8)
     same = rows.columns(rng, 4, 9, temperature=0.7)
     neighbours = [rows.columns(rng, 3, length) for length in (9, 10, 10, 30, 2)]  # the pack sorts: longer ones before, shorter ones after
     found = []
-    for budget in (1, 4096):
-        spec = make_spec(micro_batch_tokens=budget)
-        for position in (0, 2, 5):
+    for budget, cp, positions in ((1, 1, (0,)), (4096, 1, (0, 2, 5)), (1, 2, (0,)), (4096, 2, (0, 2, 5))):
+        spec = make_spec(micro_batch_tokens=budget, cp=cp)
+        for position in positions:
             others = [rows.put(f"n{i}", columns, 1.0) for i, columns in enumerate(neighbours)]
             some = [*others[:position], rows.put("x", same, 1.0), *others[position:]]
             found.append(lab.layout(spec, [plan(0, [in_one(some)])]).arrays["log_probs/x"])

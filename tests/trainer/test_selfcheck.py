@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from driver.selfcheck import command
 from tests.trainer.steps import ADAM, dealt
 from trainer.loss import REGISTRY, Tokens, ppo_clip
 from trainer.loss_spec import LossSpec
@@ -199,12 +200,15 @@ def test_without_layouts_the_example_passes_in_float64(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_M2_a_loss_of_ours_passes_through_every_layout_of_two_ranks_and_leaves_nothing_behind() -> None:
-    done = selfcheck("gspo", "--set", "clip_low=3e-4", "--set", "clip_high=4e-4", "--rows", "12")
-    assert done.returncode == 0, done.stdout + done.stderr
-    lines = [line for line in done.stdout.splitlines() if line.rstrip().endswith(" ok")]
-    assert len(lines) == 11 and "2 context-parallel ranks" in done.stdout and done.stderr == ""
-    assert not list(Path("/dev/shm").glob(f"headrace-selfcheck-{os.getpid()}-*"))
+def test_M2_a_loss_of_ours_passes_through_every_layout_of_two_ranks_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    argv = command("gspo", None, ["clip_low=3e-4", "clip_high=4e-4"], rows=12, seed=0, layouts=True)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "100", "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as process:
+        stdout, stderr = process.communicate(timeout=110)
+    assert process.returncode == 0 and stderr == "", stdout + stderr
+    assert sum(line.rstrip().endswith(" ok") for line in stdout.splitlines()) == 11 and "2 context-parallel ranks" in stdout
+    assert not list(Path("/dev/shm").glob(f"headrace-selfcheck-{process.pid}-*"))
+    assert not list(tmp_path.glob("headrace-selfcheck-*"))
 
 
 def test_every_policy_of_ours_is_in_the_selfcheck_s_tests() -> None:
