@@ -137,10 +137,12 @@ def load_state(model: Model, directory: Path, slot: str) -> None:
 
 
 def set_steps(model: Model, steps: int) -> None:
-    """Each parameter its own tensor: AdamW counts in place, and a shared one would count once a parameter."""
-    for mine in held_parameters(model.optimizer).values():
-        if "exp_avg" in mine.state:
-            mine.inner.counter["step"] = torch.tensor(float(steps)) if mine.inner.counter is mine.state else steps
+    """Each parameter its own tensor, beside it: AdamW counts in place, and a shared one would count once a parameter."""
+    for inner in (mine.inner for mine in held_parameters(model.optimizer).values()):
+        if "exp_avg" in inner.state:
+            assert inner.stepped is not None
+            own = inner.counter is inner.state
+            inner.counter["step"] = torch.tensor(float(steps), device=inner.stepped.device) if own else steps
 
 
 def _whole(parameter: torch.nn.Parameter, mine: Held, slot: str) -> torch.Tensor:
