@@ -18,7 +18,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from trainer.layout import misfit, misplaced
+from trainer.layout import misfit, misplaced, nothing_to_offload
 from trainer.loss_spec import CriticSpec, LossSpec, check_critic
 
 
@@ -127,6 +127,15 @@ class TrainerConfig(_Section):
     routing_replay: bool = Field(
         False, description="tokens go to the experts their row's `routed_experts` name; rows without it are routed by the live router"
     )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="auto: cuda where torch sees a GPU for every rank, else cpu; cpu keeps the trainer off the GPUs"
+    )
+    transformer_engine: Literal["auto", "off"] = Field(
+        "auto", description="auto: its kernels where it is installed, on cuda and in bfloat16; off: our own torch modules"
+    )
+    optimizer_offload: float = Field(
+        0.0, ge=0, le=1, description="cuda only: which part of the optimizer's state is kept and stepped in the host's memory"
+    )
     dtype: Literal["float32", "bfloat16"] = Field(
         "float32", description="of weights, activations and pushes, and of the engines; the optimizer's weights stay float32"
     )
@@ -159,6 +168,8 @@ class TrainerConfig(_Section):
     @model_validator(mode="after")
     def _switches(self) -> TrainerConfig:
         if why := misplaced(self.tp, self.sequence_parallel, self.distributed_optimizer, self.optimizer):
+            raise ValueError(why)
+        if why := nothing_to_offload(self.device, self.optimizer_offload):
             raise ValueError(why)
         return self
 
