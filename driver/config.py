@@ -160,6 +160,12 @@ class TrainerConfig(_Section):
     threads_per_rank: int = Field(1, ge=1)
     step_deadline_s: float = Field(600.0, gt=0, description="a training call without an answer for this long: the group is restarted")
 
+    @field_validator("transformer_engine", mode="before")
+    @classmethod
+    def _unquoted_off(cls, value: object) -> object:
+        """YAML reads a bare `off` as false."""
+        return "off" if value is False else value
+
     @model_validator(mode="after")
     def _a_critic_that_fits(self) -> TrainerConfig:
         check_critic(self.loss, self.critic)
