@@ -1,19 +1,21 @@
 # Two commands: `make demo` trains a model, `make test` checks everything. Both set up what they need in $(VENV).
 PYTHON ?= $(shell for p in python3.11 python3.12 python3; do command -v $$p >/dev/null 2>&1 && $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
 VENV ?= .venv
+SGLANG_VENV ?= .venv-sglang
 BIN := $(VENV)/bin
 SEED ?= 0
 JOBS ?= 2
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: setup demo test test-all selfcheck mutants lint figures clean help
+.PHONY: setup sglang test-sglang demo test test-all selfcheck mutants lint figures clean help
 
 help:
 	@echo "make demo       a tiny model learns to sort digits, on this CPU, in a few minutes (SEED=0)"
 	@echo "make test       the tests that run in CI        make test-all   the slow ones too"
 	@echo "make selfcheck  every layout and switch of the trainer against plain torch, with the errors measured"
 	@echo "make mutants    small breakages, one at a time, each of which a named test must notice (JOBS=2)"
+	@echo "make sglang     a real SGLang server for this CPU, in an environment of its own   make test-sglang   its tests"
 	@echo "make lint       ruff and mypy                   make figures    the benchmarks, quickly"
 
 setup: $(VENV)/.ready
@@ -25,11 +27,29 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[trainer,demo,dev]'
 	@touch $@
 
+sglang: $(SGLANG_VENV)/.ready
+	@echo "SGLang is in $(SGLANG_VENV); a run takes it with rollout.engine: sglang"
+
+# The pins of SGLang and those of the trainer do not meet, so it lives apart. Torch and triton are most of the 2.6 GB.
+$(SGLANG_VENV)/.ready: rollout/sglang/requirements.txt rollout/sglang/requirements-nodeps.txt
+	@test -n "$(PYTHON)" || { echo "Headrace needs Python 3.11 or newer; install it, or say where: make PYTHON=/path/to/python3.11"; exit 1; }
+	@echo "installing SGLang into $(SGLANG_VENV): 2.6 GB, one to five minutes, started at $$(date +%T)"
+	$(PYTHON) -m venv $(SGLANG_VENV)
+	$(SGLANG_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r rollout/sglang/requirements.txt
+	$(SGLANG_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r rollout/sglang/requirements-nodeps.txt
+	@echo "checking, at $$(date +%T): can the server be imported?"
+	@PYTHONPATH=rollout/sglang/shims SGLANG_USE_CPU_ENGINE=1 $(SGLANG_VENV)/bin/python -P -W ignore -c \
+	  "import sglang.srt.entrypoints.http_server, torch; print('sglang', sglang.__version__, 'with torch', torch.__version__)"
+	@touch $@
+
 demo: setup
 	$(BIN)/python -P examples/sort_digits/demo.py --seed $(SEED)
 
 test: setup
 	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+test-sglang: setup sglang
+	$(BIN)/python -m pytest -m sglang $(ARGS)
 
 test-all: setup
 	$(BIN)/python -m pytest $(ARGS)
@@ -51,4 +71,4 @@ figures: setup
 	$(BIN)/python -m benchmarks.trainer --quick
 
 clean:
-	rm -rf $(VENV) dist runs demo_summary.json
+	rm -rf $(VENV) $(SGLANG_VENV) dist runs demo_summary.json

@@ -20,10 +20,12 @@ from urllib.parse import urlsplit
 import httpx
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from driver import selfcheck
 from driver.config import ConfigError, load_config
+from driver.doctor import examine
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Asynchronous reinforcement learning of language models.")
 config_app = typer.Typer(no_args_is_help=True, help="Look at configuration files.")
@@ -379,6 +381,20 @@ def config_check(config: Path, overrides: Sets = None) -> None:
     if dumped["service"]["token"]:
         dumped["service"]["token"] = "(set)"
     out.print(yaml.safe_dump(dumped, sort_keys=False), highlight=False, end="")
+
+
+@app.command()
+def doctor(
+    config: Annotated[Path | None, typer.Argument(help="the run's YAML: what it needs is looked for")] = None, overrides: Sets = None
+) -> None:
+    """What this machine can do. Status 1: something that the configuration needs is missing."""
+    marks = {"ok": "[green]ok[/green]", "absent": "-", "missing": "[red]missing[/red]"}
+    table = Table(show_header=False, box=None)
+    findings = examine(config, overrides or [])
+    for finding in findings:
+        table.add_row(finding.what, marks[finding.state], escape(finding.words))
+    out.print(table)
+    raise typer.Exit(1 if any(finding.state == "missing" for finding in findings) else 0)
 
 
 @selfcheck_app.command("loss")

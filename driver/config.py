@@ -18,6 +18,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from rollout.sglang.spec import SglangSpec, located
 from trainer.layout import misfit, misplaced, nothing_to_offload
 from trainer.loss_spec import CriticSpec, LossSpec, check_critic
 
@@ -39,7 +40,10 @@ class SamplingConfig(_Section):
 
 
 class RolloutConfig(_Section):
-    engine: Literal["embedded"] = "embedded"
+    engine: Literal["embedded", "sglang"] = Field(
+        "embedded", description="embedded: ours, small models on the CPU; sglang: the real server"
+    )
+    sglang: SglangSpec = SglangSpec()
     engines: int = Field(1, ge=1, le=64, description="engine processes started on this machine")
     n: int = Field(8, ge=1, description="trajectories per sample; a group baseline needs at least 2")
     min_group: int = Field(2, ge=1, description="fewer ready trajectories than this and the sample is discarded whole")
@@ -55,6 +59,14 @@ class RolloutConfig(_Section):
     data_retries: int = Field(1, ge=0, description="a prompt or a score that fails by itself is tried again this often")
     engine_args: list[str] = Field([], description="further flags for the engine's command line")
     threads: int = Field(1, ge=1)
+
+    @model_validator(mode="after")
+    def _what_sglang_can(self) -> RolloutConfig:
+        if self.engine == "sglang" and self.deterministic:
+            raise ValueError("deterministic needs engine: embedded; a real SGLang computes requests together, and its sums depend on which")
+        if self.engine == "sglang" and self.engine_args:
+            raise ValueError("engine_args are the embedded engine's; those of SGLang go under rollout.sglang.args")
+        return self
 
 
 class BatchConfig(_Section):
@@ -200,6 +212,9 @@ class CheckpointConfig(_Section):
 
 
 class PushConfig(_Section):
+    transport: Literal["auto", "store", "tensor", "disk"] = Field(
+        "auto", description="store: the embedded engine reads the store; tensor: SGLang maps shared memory; disk: a checkpoint directory"
+    )
     bucket_bytes: int = Field(64 << 20, ge=1 << 10)
     deadline_s: float = Field(60.0, gt=0, description="one engine's whole push; later it is quarantined")
     logprob_tolerance: float | None = Field(
@@ -286,6 +301,13 @@ class RunConfig(_Section):
         return self.store.directory or Path(f"/dev/shm/headrace-{os.getuid()}-{self.run_id}")
 
     @property
+    def transport(self) -> str:
+        """How weights get into this run's engines: store, tensor or disk."""
+        if self.push.transport != "auto":
+            return self.push.transport
+        return "store" if self.rollout.engine == "embedded" else "tensor"
+
+    @property
     def logprob_tolerance(self) -> float:
         """Two programs that compute in bf16 are some hundredths apart, and a wrong tensor several units."""
         return self.push.logprob_tolerance or (0.1 if self.trainer.dtype == "bfloat16" else 1e-3)
@@ -310,6 +332,11 @@ class RunConfig(_Section):
             raise ValueError(
                 f"batch.micro_batch_tokens ({self.batch.micro_batch_tokens}) is below rollout.context_length ({self.row_tokens}): "
                 "the longest row would not fit; raise the one or lower the other"
+            )
+        if self.transport == {"embedded": "tensor", "sglang": "store"}[self.rollout.engine]:
+            raise ValueError(
+                f"push.transport {self.transport} is not for engine {self.rollout.engine}: store is for embedded, tensor for sglang; "
+                "leave it at auto, or take disk"
             )
         if self.trainer.schedule != "constant" and self.stop.batches is None:
             raise ValueError(f"trainer.schedule {self.trainer.schedule} decays towards stop.batches, which is not set")
@@ -378,6 +405,12 @@ def _check_files(config: RunConfig, base: Path) -> RunConfig:
             scorer = scorer.model_copy(update={"function": function})
         scorers[task_type] = scorer
     _check_store(config, model_path)
+    rollout = config.rollout
+    if rollout.engine == "sglang":
+        try:
+            rollout = rollout.model_copy(update={"sglang": located(rollout.sglang, base)})
+        except ValueError as error:
+            raise ConfigError(f"rollout.sglang: {error}") from None
     data = (base / config.data).resolve() if config.data else None
     if data and not data.is_file():
         raise ConfigError(f"data: there is no file {data}")
@@ -385,6 +418,7 @@ def _check_files(config: RunConfig, base: Path) -> RunConfig:
     return config.model_copy(
         update={
             "model": ModelConfig(path=model_path),
+            "rollout": rollout,
             "reward": config.reward.model_copy(update={"scorers": scorers}),
             "trainer": _trainer_files(trainer, base),
             "data": data,

@@ -324,6 +324,7 @@ class Dispatch:
                             rid,
                             stall_s=config.stall_s,
                             clock=slot.clock,
+                            version=str(slot.verified),
                             on_tokens=self._count(trajectory, len(kept.output_ids)),
                         )
                     except EngineError as error:

@@ -49,6 +49,7 @@ class ProcessSpec:
     start_deadline_s: float = 120.0
     restart: bool = True
     first_incarnation: int = 1
+    stop_signal: signal.Signals = signal.SIGTERM
 
     @property
     def name(self) -> str:
@@ -91,7 +92,7 @@ class Life:
         return time.monotonic() - self._started_s
 
     async def terminate(self, deadline_s: float) -> None:
-        self._signal(signal.SIGTERM)
+        self._signal(self.spec.stop_signal)
         await asyncio.wait({self.exited}, timeout=deadline_s)
 
     async def destroy(self) -> None:

@@ -10,7 +10,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +24,7 @@ from driver.life import ProcessSpec
 from reward.client import RewardClient
 from reward.spec import RewardSpec, ScorerSpec
 from rollout.client import EngineClient
+from rollout.sglang import launch
 from trainer.spec import OptimizerSpec, TrainerSpec
 
 if TYPE_CHECKING:
@@ -63,10 +66,10 @@ class Processes:
     async def _first_start(self, process: LocalProcess) -> None:
         """A process that can not start fails the run; twice, because the first may have been ended from outside."""
         try:
-            await process.wait_ready(START_DEADLINE_S)
+            await process.wait_ready(process.spec.start_deadline_s)
         except StartFailed as error:
             log.warning("%s; trying once more", error)
-            await process.wait_ready(START_DEADLINE_S)
+            await process.wait_ready(process.spec.start_deadline_s)
 
     async def stop(self) -> None:
         if self._launcher is not None:
@@ -134,7 +137,9 @@ class Processes:
 
     # ---- how each is started ---------------------------------------------------------------------------------------------
 
-    def _spec(self, role: str, index: int, build: object) -> ProcessSpec:
+    def _spec(
+        self, role: str, index: int, build: object, env: dict[str, str] | None = None, start_deadline_s: float = START_DEADLINE_S
+    ) -> ProcessSpec:
         return ProcessSpec(
             role=role,
             index=index,
@@ -142,9 +147,9 @@ class Processes:
             log_path=self._run.log_directory / f"{role}-{index}.log",
             heartbeat_s=HEARTBEAT_S,
             misses=MISSES,
-            start_deadline_s=START_DEADLINE_S,
+            start_deadline_s=start_deadline_s,
             first_incarnation=self._last_incarnation(f"{role}-{index}") + 1,
-            env={"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
+            env={"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"} | (env or {}),
         )
 
     def _last_incarnation(self, name: str) -> int:
@@ -156,6 +161,8 @@ class Processes:
 
     def _engine(self, index: int) -> ProcessSpec:
         rollout = self._config.rollout
+        if rollout.engine == "sglang":
+            return self._sglang(index)
 
         def build(incarnation: int, port: int) -> list[str]:
             flags = {
@@ -173,6 +180,29 @@ class Processes:
             return self._module("rollout.engine", *(str(part) for flag in flags.items() for part in flag), *switches, *rollout.engine_args)
 
         return self._spec("engine", index, build)
+
+    def _sglang(self, index: int) -> ProcessSpec:
+        rollout = self._config.rollout
+
+        def server(port: int) -> launch.Server:
+            return launch.Server(
+                model_path=self._config.model.path,
+                port=port,
+                index=index,
+                context_length=rollout.context_length,
+                max_running_requests=rollout.max_running_requests,
+                stream_interval=rollout.stream_interval,
+                seed=self._config.seed * 1000 + index,
+                dtype=self._config.trainer.dtype,
+                threads=rollout.threads,
+            )
+
+        def build(incarnation: int, port: int) -> list[str]:
+            return launch.command(rollout.sglang, server(port))
+
+        spec = self._spec("engine", index, build, launch.environment(rollout.sglang, server(0)), rollout.sglang.start_deadline_s)
+        # It has nothing to save, and asked to end it takes a dying child for a crash and diagnoses it for 5 s.
+        return replace(spec, stop_signal=signal.SIGKILL)
 
     def _reward(self) -> ProcessSpec:
         reward = self._config.reward

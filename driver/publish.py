@@ -8,11 +8,19 @@ Pending pushes coalesce to the newest. A version is served (and becomes the tag 
 
 from __future__ import annotations
 
+import asyncio
+import logging
+
 from driver.core import Core
 from driver.events import VersionServed
-from driver.push import Pusher, Snapshot
+from driver.push import Outcome, Pusher
+from driver.snapshot import Snapshot, SnapshotGone
 from rollout.pool import EnginePool, EngineSlot
 from store import Ref
+
+
+log = logging.getLogger("headrace.publish")
+AGAIN_S = 1.0  # what a trainer needs to put a version it makes anew
 
 
 class Publisher:
@@ -50,7 +58,7 @@ class Publisher:
                 await self._bell.wait(1.0)
                 continue
             snapshot = self._pushing = self._newest
-            outcomes = await self._pusher.push_all(snapshot)
+            outcomes = await self._push(snapshot)
             self._pushing = None
             gaps = [outcome.logprob_gap for outcome in outcomes if outcome.logprob_gap is not None]
             self.gap_max = max([*gaps, *([] if self.gap_max is None else [self.gap_max])], default=None)
@@ -58,6 +66,14 @@ class Publisher:
                 self._serve(snapshot)
             self._free(snapshot)
             self._core.ring()
+
+    async def _push(self, snapshot: Snapshot) -> list[Outcome]:
+        try:
+            return await self._pusher.push_all(snapshot)
+        except SnapshotGone as error:
+            log.warning("version %d waits to be offered again: %s", snapshot.version, error)
+            await asyncio.sleep(AGAIN_S)
+            return []
 
     def _serve(self, snapshot: Snapshot) -> None:
         previous, self._kept = self._kept, snapshot

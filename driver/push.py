@@ -15,36 +15,16 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
 
+from driver.agreement import Agreement, EachTensor
+from driver.snapshot import PushRefused, Snapshot
+from driver.transport import Parcel, StoreTransport, Transport
 from rollout.answer import EngineError, Prefix
-from rollout.client import EngineClient, ref_payload
+from rollout.client import EngineClient
 from rollout.pool import EnginePool, EngineSlot
-from rollout.version import Version
 
 log = logging.getLogger("headrace.push")
 REMEMBERED_VERSIONS = 10_000  # more than any trajectory in flight can span
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """An immutable copy of version `version` in the store, outside the trainer's processes."""
-
-    run_id: str
-    epoch: int
-    version: int
-    buckets: tuple[dict[str, Any], ...]
-    checksums: dict[str, str]  # HF tensor name -> sha256 of its bytes
-    canary_ids: tuple[int, ...]
-    canary_log_probs: tuple[float, ...]
-
-    def label(self, incarnation: int) -> Version:
-        """What the engine is told to call these weights; a respawned engine no longer says it."""
-        return Version(self.run_id, self.epoch, self.version, incarnation)
-
-
-class PushRefused(RuntimeError):
-    """The engine answered, and what it holds is not the snapshot."""
 
 
 @dataclass
@@ -70,9 +50,18 @@ class Pusher:
     """Pushes, and remembers which weights were verified where: tokens of other weights are provisional (L3)."""
 
     def __init__(
-        self, pool: EnginePool, *, deadline_s: float, logprob_tolerance: float, replace: Callable[[EngineSlot, str], Awaitable[None]]
+        self,
+        pool: EnginePool,
+        *,
+        deadline_s: float,
+        logprob_tolerance: float,
+        replace: Callable[[EngineSlot, str], Awaitable[None]],
+        transport: Transport | None = None,
+        agreement: Agreement | None = None,
     ) -> None:
         self._pool = pool
+        self._transport = transport or StoreTransport()
+        self._agreement = agreement or EachTensor()
         self._deadline_s = deadline_s
         self._tolerance = logprob_tolerance
         self._replace = replace
@@ -82,11 +71,15 @@ class Pusher:
         self.seconds = 0.0
 
     async def push_all(self, snapshot: Snapshot) -> list[Outcome]:
-        """Push to every engine that does not serve this version yet, in parallel. An engine's fault is an outcome, not an exception."""
-        slots = [slot for slot in self._pool.slots.values() if slot.verified != snapshot.label(slot.incarnation)]
-        return list(await asyncio.gather(*(self.push(slot, snapshot) for slot in slots if slot.state != "quarantined")))
+        """Push to every engine that does not serve this version yet, in parallel. An engine's fault is an outcome, not an exception.
 
-    async def push(self, slot: EngineSlot, snapshot: Snapshot) -> Outcome:
+        Raises SnapshotGone, and PushImpossible when the fault is the snapshot's or this host's.
+        """
+        async with self._transport.prepared(snapshot) as parcel:
+            slots = [slot for slot in self._pool.slots.values() if slot.verified != snapshot.label(slot.incarnation)]
+            return list(await asyncio.gather(*(self.push(slot, snapshot, parcel) for slot in slots if slot.state != "quarantined")))
+
+    async def push(self, slot: EngineSlot, snapshot: Snapshot, parcel: Parcel) -> Outcome:
         """One engine, one retry, then quarantine. Restartable from any point with the same end."""
         began = time.monotonic()
         progress = _Progress()
@@ -97,7 +90,7 @@ class Pusher:
             for attempt in (1, 2):
                 try:
                     async with asyncio.timeout(self._deadline_s):
-                        gap = await self._transaction(slot, snapshot, progress)
+                        gap = await self._transaction(slot, snapshot, parcel, progress)
                     self.gap_max = max(gap, self.gap_max)
                     self.seconds = time.monotonic() - began
                     return Outcome(slot.engine_id, True, self.seconds, gap)
@@ -135,7 +128,7 @@ class Pusher:
     def _all_verified(self, slot: EngineSlot, answer: Prefix) -> bool:
         return all((slot.engine_id, version) in self._verified for version, _, _ in answer.spans)
 
-    async def _transaction(self, slot: EngineSlot, snapshot: Snapshot, done: _Progress) -> float:
+    async def _transaction(self, slot: EngineSlot, snapshot: Snapshot, parcel: Parcel, done: _Progress) -> float:
         client: EngineClient = slot.client
         label = snapshot.label(slot.incarnation)
         if slot.state != "shut":
@@ -148,13 +141,15 @@ class Pusher:
             done.released = True
         if done.session:  # a retry after a failure in mid-update: close what may be open, start over
             await self._end_if_open(client)
-        done.session = True  # even if the answer to `begin` is lost
-        await client.begin_update()
-        for bucket in snapshot.buckets:
-            await client.update_from_tensor(ref_payload(bucket))
-        await client.end_update()
-        done.session = False
-        self._compare(snapshot, await client.checksums())
+        if parcel.in_session:
+            done.session = True  # even if the answer to `begin` is lost
+            await client.begin_update()
+        await parcel.send(client)
+        if parcel.in_session:
+            await client.end_update()
+            done.session = False
+        sums = await client.checksums()
+        self._agreement.check(snapshot, sums)
         await client.set_version(str(label))
         # Noted before the call: if its answer is lost, releasing and pausing once more is legal, resuming twice is not.
         done.released = False
@@ -168,6 +163,7 @@ class Pusher:
         gap = max((abs(a - b) for a, b in zip(log_probs, snapshot.canary_log_probs, strict=True)), default=0.0)
         if not gap <= self._tolerance:
             raise PushRefused(f"log-probs of the fixed sequence differ by {gap:.2e} (tolerance {self._tolerance:.0e})")
+        self._agreement.passed(snapshot, sums)
         self._verified[slot.engine_id, str(label)] = None
         if len(self._verified) > REMEMBERED_VERSIONS:
             del self._verified[next(iter(self._verified))]
@@ -181,11 +177,3 @@ class Pusher:
         except EngineError as error:
             if error.status != 400:  # 400: none was open
                 raise
-
-    @staticmethod
-    def _compare(snapshot: Snapshot, reply: dict[str, Any]) -> None:
-        for rank in reply.get("ranks", [{}]):
-            held: dict[str, str] = rank.get("checksums", {})
-            wrong = sorted(name for name in snapshot.checksums.keys() | held.keys() if held.get(name) != snapshot.checksums.get(name))
-            if wrong:
-                raise PushRefused(f"{len(wrong)} of {len(held)} tensors are not the snapshot's, the first is {wrong[0]}")

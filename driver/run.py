@@ -19,6 +19,7 @@ from typing import Any
 import orjson
 
 from driver import observe
+from driver.agreement import agreement_of
 from driver.archive import Archive, FinishedTrajectory, MetricsLog, read_metrics
 from driver.batcher import smallest_batch
 from driver.config import RunConfig
@@ -33,7 +34,9 @@ from driver.processes import Processes
 from driver.publish import Publisher
 from driver.push import Pusher
 from driver.scoring import Scoring
+from driver.snapshot import PushImpossible
 from driver.training import CheckpointMissing, Training, rows_present
+from driver.transport import transport_of
 from driver.watermark import Watermark
 from rollout.client import make_http
 from rollout.pool import EnginePool
@@ -43,7 +46,7 @@ from trainer.client import TrainerRefused
 from trainer.wire import TrainReport
 
 log = logging.getLogger("headrace.run")
-EXPECTED = (StartFailed, TrainerRefused, CheckpointMissing, LedgerError)  # their text is for the user and says it all
+EXPECTED = (StartFailed, TrainerRefused, CheckpointMissing, LedgerError, PushImpossible)  # their text is for the user and says it all
 RECENT_BATCHES = 1000
 
 
@@ -68,11 +71,15 @@ class Run:
         self.http = make_http()
         self.pool = EnginePool()
         self.tokenizer = TokenizerView(config.model.path)
+        self.transport = transport_of(config)
+        self.transport.sweep()
         self.pusher = Pusher(
             self.pool,
             deadline_s=config.push.deadline_s,
             logprob_tolerance=config.logprob_tolerance,
             replace=lambda slot, reason: self.processes.replace(slot.engine_id, reason),
+            transport=self.transport,
+            agreement=agreement_of(config.rollout.engine),
         )
         self.publisher = Publisher(self.core, self.pool, self.pusher)
         self.scoring = Scoring(self.core, wait_s=config.reward.batch_wait_s, deadline_s=config.reward.deadline_s)
@@ -185,6 +192,7 @@ class Run:
         core = self.core
         await self.processes.stop()
         self.publisher.free_all()
+        self.transport.sweep()
         try:
             if not core.db.failure:
                 await core.db.durable()

@@ -27,7 +27,7 @@ from driver.batcher import Candidate, choose
 from driver.core import Busy, Core
 from driver.events import BatchApplied, BatchAssembled, BatchUnmade, EpochBegan, VersionCommitted
 from driver.ledger import DISCARDED, TRAINED, Sample
-from driver.push import Snapshot
+from driver.snapshot import Snapshot
 from store import Gone, Ref
 from trainer.checkpoints import newest
 from trainer.client import TrainerClient, TrainerLost, TrainerRefused

@@ -121,18 +121,30 @@ class EventSplitter:
 class Answer:
     """Folds the chunks of one /generate call into a Generation. Pure: no clock, no network."""
 
-    def __init__(self, prompt_tokens: int, *, max_new_tokens: int | None = None, vocab_size: int | None = None) -> None:
+    def __init__(
+        self, prompt_tokens: int, *, max_new_tokens: int | None = None, vocab_size: int | None = None, version: str | None = None
+    ) -> None:
+        """`version`: what the engine served when the request was sent."""
         self._prompt_tokens = prompt_tokens
         self._max_new_tokens = max_new_tokens
         self._vocab_size = vocab_size
         self._ids: list[int] = []
         self._log_probs: list[float] = []
         self._spans: list[Span] = []
+        self._last_version = version
+        self._sure: int | None = None
         self.generation: Generation | None = None
 
     @property
     def prefix(self) -> Prefix:
-        return Prefix(list(self._ids), list(self._log_probs), list(self._spans))
+        """The tokens so far whose version is known: those before the first chunk that came with another one.
+
+        A chunk carries the version of the moment it is sent. The first after a push may hold tokens from before it, and only the last
+        chunk of an answer says which.
+        """
+        sure = len(self._ids) if self._sure is None else self._sure
+        spans = [(version, start, min(end, sure)) for version, start, end in self._spans if start < sure]
+        return Prefix(self._ids[:sure], self._log_probs[:sure], spans)
 
     def fold(self, payload: bytes) -> tuple[list[int], list[float], str]:
         """Take one chunk (or the whole unstreamed answer); returns the tokens, log-probs and version that are new in it."""
@@ -145,6 +157,9 @@ class Answer:
         version = meta.get("weight_version")
         if ids and not isinstance(version, str):
             raise malformed("weight_version is missing")
+        if ids and self._sure is None and self._last_version not in (None, version):
+            self._sure = start
+        self._last_version = str(version) if ids else self._last_version
         self._ids += ids
         self._log_probs += log_probs
         self._spans = merged([*self._spans, (str(version), start, start + len(ids))])
@@ -197,6 +212,7 @@ class Answer:
             raise malformed(f"finish_reason {reason!r} is unknown")
         if meta.get("weight_versions") is not None:
             self._spans = _spans_of(meta["weight_versions"], len(self._ids))
+            self._sure = None
         if reason == "abort" and self._max_new_tokens is not None and len(self._ids) == self._max_new_tokens:
             reason = "length"  # aborted at the very moment it was complete
         self.generation = Generation(

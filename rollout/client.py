@@ -67,14 +67,15 @@ class EngineClient:
         stall_s: float,
         stream: bool = True,
         clock: Clock = time.monotonic,
+        version: str | None = None,
         on_tokens: OnTokens | None = None,
     ) -> Generation:
-        """Sample a continuation of `input_ids`; `sampling` is SGLang's sampling_params.
+        """Sample a continuation of `input_ids`; `sampling` is SGLang's sampling_params, `version` what the engine serves now.
 
         `on_tokens(ids, log_probs, version)` hears of the new tokens of each chunk. Unstreamed, `stall_s` bounds the whole answer.
         """
         body = {"input_ids": list(input_ids), "sampling_params": dict(sampling), "rid": rid, "return_logprob": True, "stream": stream}
-        answer = Answer(len(input_ids), max_new_tokens=sampling.get("max_new_tokens"), vocab_size=self.vocab_size)
+        answer = Answer(len(input_ids), max_new_tokens=sampling.get("max_new_tokens"), vocab_size=self.vocab_size, version=version)
         try:
             async with Progress(stall_s, clock) as progress, aclosing(self._payloads(body, stream)) as payloads:
                 async for payload in payloads:

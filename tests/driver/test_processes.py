@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -48,6 +50,20 @@ def test_the_trainer_is_told_every_switch_and_the_engines_the_dtype_of_what_is_p
     assert (spec.device, spec.transformer_engine, spec.optimizer_offload) == ("cuda", "off", 0.25)
     argv = found._engine(0).build(1, 9000)
     assert argv[argv.index("--dtype") + 1] == "bfloat16"
+
+
+def test_a_run_on_sglang_starts_the_real_server_with_the_same_settings(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho 0.5.23\n")
+    python.chmod(0o755)
+    chosen = ("rollout.engine=sglang", f"rollout.sglang.python={python}", "rollout.sglang.device=cpu", "rollout.sglang.start_deadline_s=77")
+    found = processes(tmp_path / "run", *chosen, "trainer.dtype=bfloat16", "seed=3")
+    spec = found._engine(1)
+    argv = spec.build(1, 9000)
+    told = dict(pairwise(argv))
+    assert argv[:4] == [str(python), "-P", "-m", "sglang.launch_server"]
+    assert (told["--port"], told["--dtype"], told["--random-seed"], told["--context-length"]) == ("9000", "bfloat16", "3001", "64")
+    assert spec.start_deadline_s == 77 and spec.stop_signal is signal.SIGKILL and spec.env["SGLANG_USE_CPU_ENGINE"] == "1"
 
 
 def test_the_trainer_is_told_the_kind_of_optimizer(tmp_path: Path) -> None:

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from driver import publish
 from driver.ledger import Ledger
 from driver.publish import Publisher
-from driver.push import Outcome, Snapshot
+from driver.push import Outcome
+from driver.snapshot import Snapshot, SnapshotGone
 from rollout.pool import EnginePool
 from rollout.version import Version
 
@@ -108,4 +110,23 @@ async def test_A5_a_version_of_an_older_epoch_is_not_the_one_that_serves(parts):
     assert ledger.serving_version == 0
     publisher.offer(snapshot(3, epoch=1))
     await until(lambda: ledger.serving_version == 3)
+    task.cancel()
+
+
+async def test_L2_a_snapshot_that_is_gone_while_the_trainer_makes_it_anew_is_pushed_a_little_later(parts, monkeypatch):
+    publisher, store, _, pushed, _ = parts
+    monkeypatch.setattr(publish, "AGAIN_S", 0.001)
+    push_all, tries = publisher._pusher.push_all, []
+
+    async def gone_once(made: Snapshot) -> list[Outcome]:
+        tries.append(made.version)
+        if len(tries) == 1:
+            raise SnapshotGone("freed")
+        return await push_all(made)
+
+    publisher._pusher.push_all = gone_once
+    publisher.offer(snapshot(2))
+    task = asyncio.create_task(publisher.run())
+    await until(lambda: pushed == [2])
+    assert tries == [2, 2] and store.freed == []
     task.cancel()

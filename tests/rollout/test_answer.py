@@ -47,8 +47,16 @@ def test_V5_the_last_chunks_spans_are_the_truth(make_chunk):
 
 
 def test_V5_without_spans_each_chunk_names_the_version_of_its_tokens(make_chunk):
-    answer = fold([make_chunk([5], "a"), make_chunk([5, 6], "a"), make_chunk([5, 6, 7, 8], "b")])
-    assert answer.prefix.spans == [("a", 0, 2), ("b", 2, 4)]
+    answer = fold([make_chunk([5], "a"), make_chunk([5, 6], "a"), make_chunk([5, 6, 7, 8], "b", finish="stop", weight_versions=None)])
+    assert answer.generation.spans == [("a", 0, 2), ("b", 2, 4)]
+
+
+def test_V5_a_prefix_ends_where_a_chunk_came_with_another_version_for_it_may_hold_tokens_of_the_one_before(make_chunk):
+    chunks = [make_chunk([5], "a"), make_chunk([5, 6], "a"), make_chunk([5, 6, 7, 8], "b"), make_chunk([5, 6, 7, 8, 9], "b")]
+    assert fold(chunks).prefix == Prefix([5, 6], [-0.05, -0.06], [("a", 0, 2)])
+    assert fold(chunks, version="b").prefix == Prefix(), "the engine had moved on when it was asked"
+    assert fold(chunks[2:], version="b").prefix.spans == [("b", 0, 5)]
+    assert fold(chunks[2:], version="a").prefix == Prefix(), "pushed to before the first chunk"
 
 
 @pytest.mark.parametrize(

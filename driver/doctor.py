@@ -1,0 +1,159 @@
+"""`headrace doctor`: what this machine can do, and whether a configuration can run on it. Nothing is started and no torch imported.
+
+Each finding says what was looked at, whether a run needs it, and for what is missing the remedy.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import socket
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Literal
+
+from driver.config import ConfigError, RunConfig, load_config, weights_bytes
+from rollout.sglang.spec import TESTED_VERSION, SglangSpec, has_cuda_device, located, version_of
+
+SHARED_MEMORY = Path("/dev/shm")
+TRAINER_PACKAGES = ("torch", "megatron-core", "mbridge", "transformers", "safetensors")
+OWN_FILES = 512  # logs, sockets, libraries of one process
+ROW_FILES = 2  # a row's objects, mapped
+
+
+@dataclass(frozen=True)
+class Finding:
+    """`missing` is what a run needs and does not find; `absent` is what only some runs need."""
+
+    what: str
+    state: Literal["ok", "absent", "missing"]
+    words: str
+
+
+def examine(path: Path | None, overrides: list[str]) -> list[Finding]:
+    """Everything, in the order in which it should be put right."""
+    config: RunConfig | None = None
+    findings = [_python()]
+    if path is not None:
+        try:
+            config = load_config(path, overrides)
+            findings.append(Finding("configuration", "ok", f"{path}: run {config.run_id}, {config.rollout.engines} engine(s)"))
+        except ConfigError as error:
+            findings.append(Finding("configuration", "missing", str(error)))
+    findings += [_trainer(config), _gpu(), _transformer_engine(), _sglang(config), _shared_memory(config), _files(config), _cores(config)]
+    return findings + list(_port(config))
+
+
+def _python() -> Finding:
+    words = f"{sys.version.split()[0]}, {sys.executable}"
+    return (
+        Finding("Python", "ok", words) if sys.version_info >= (3, 11) else Finding("Python", "missing", f"{words}; install 3.11 or newer")
+    )
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _trainer(config: RunConfig | None) -> Finding:
+    found = {package: _installed(package) for package in TRAINER_PACKAGES}
+    lacking = [package for package, number in found.items() if number is None]
+    if not lacking:
+        return Finding("trainer", "ok", ", ".join(f"{package} {number}" for package, number in found.items()))
+    words = f"{', '.join(lacking)} not installed; pip install 'headrace[trainer]'"
+    return Finding("trainer", "missing" if config is not None else "absent", words)
+
+
+def _gpu() -> Finding:
+    if has_cuda_device():
+        return Finding("GPU", "ok", "an NVIDIA driver is loaded")
+    return Finding("GPU", "absent", "no NVIDIA device; everything is computed on the CPU")
+
+
+def _transformer_engine() -> Finding:
+    number = _installed("transformer-engine")
+    if number is None:
+        return Finding("TransformerEngine", "absent", "not installed; the trainer uses Megatron's own layers")
+    return Finding("TransformerEngine", "ok", number)
+
+
+def _sglang(config: RunConfig | None) -> Finding:
+    """Of the configuration when there is one: its own check has passed by now."""
+    if config is not None and config.rollout.engine == "sglang":
+        return Finding("SGLang", "ok", _sglang_words(config.rollout.sglang))
+    try:
+        return Finding("SGLang", "ok", _sglang_words(located(SglangSpec(), Path.cwd())))
+    except ValueError as error:
+        return Finding("SGLang", "absent", f"{error}. The embedded engine needs none")
+
+
+def _sglang_words(spec: SglangSpec) -> str:
+    assert spec.python is not None
+    number = version_of(spec.python)
+    tested = "" if number == TESTED_VERSION else f" (tested: {TESTED_VERSION})"
+    return f"{number}{tested} on {spec.device}, {spec.python}"
+
+
+def _shared_memory(config: RunConfig | None) -> Finding:
+    if not SHARED_MEMORY.is_dir():
+        return Finding("shared memory", "missing", f"there is no {SHARED_MEMORY}; Linux has it, a container must mount it")
+    facts = os.statvfs(SHARED_MEMORY)
+    free = facts.f_bavail * facts.f_frsize
+    words = f"{free / 2**30:.1f} GiB free in {SHARED_MEMORY}"
+    if config is None:
+        return Finding("shared memory", "ok", words)
+    needed = config.store.capacity_bytes
+    if config.transport == "tensor":  # a push's copy, in torch's form
+        needed += weights_bytes(config.model.path, config.trainer.dtype)
+    if free < needed:
+        return Finding(
+            "shared memory",
+            "missing",
+            f"{words}, {needed / 2**30:.1f} needed; enlarge it (Docker: --shm-size), or lower store.capacity_bytes",
+        )
+    return Finding("shared memory", "ok", f"{words}, {needed / 2**30:.1f} needed")
+
+
+def _files(config: RunConfig | None) -> Finding:
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    shown = "no limit" if hard == resource.RLIM_INFINITY else f"{hard:,}"
+    if config is None:
+        return Finding("open files", "ok", f"{shown} a process")
+    requests = config.rollout.engines * config.rollout.max_open_requests
+    needed = OWN_FILES + requests + ROW_FILES * config.batch.samples * config.rollout.n
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        return Finding("open files", "missing", f"{shown} a process, {needed:,} needed; raise the hard limit (ulimit -Hn)")
+    return Finding("open files", "ok", f"{shown} a process, {needed:,} needed")
+
+
+def _cores(config: RunConfig | None) -> Finding:
+    cores = len(os.sched_getaffinity(0))
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+    words = f"{cores} cores, {memory:.0f} GiB of memory"
+    if config is None:
+        return Finding("machine", "ok", words)
+    trainer = config.trainer
+    busy = trainer.tp * trainer.pp * trainer.cp * trainer.dp + config.rollout.engines
+    return Finding("machine", "ok", f"{words}; {busy} ranks and engines" + (" will share them" if busy > cores else ""))
+
+
+def _port(config: RunConfig | None) -> Iterator[Finding]:
+    if config is None or config.service.port == 0:
+        return
+    host, port = config.service.host, config.service.port
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            yield Finding(
+                "port", "missing", f"{host}:{port} can not be had ({error.strerror}); end what uses it, or choose another service.port"
+            )
+            return
+    yield Finding("port", "ok", f"{host}:{port} is free")

@@ -1,0 +1,69 @@
+"""What a machine lacks is found before a run needs it, with the remedy, and nothing else is a reason to fail."""
+
+from __future__ import annotations
+
+import os
+import resource
+import socket
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from typer.testing import CliRunner
+
+from driver import doctor
+from driver.cli import app
+from driver.doctor import examine
+
+CONFIG = Path(__file__).parents[2] / "examples/sort_digits/config.yaml"
+
+
+def found(*settings: str, config: Path | None = CONFIG) -> dict[str, doctor.Finding]:
+    return {finding.what: finding for finding in examine(config, ["service.port=0", *settings])}
+
+
+def missing(findings: dict[str, doctor.Finding]) -> list[str]:
+    return [what for what, finding in findings.items() if finding.state == "missing"]
+
+
+def test_the_demo_can_run_here_and_what_it_does_not_need_may_be_absent():
+    findings = found()
+    assert missing(findings) == [] and findings["SGLang"].state in ("ok", "absent")
+    assert "GiB free" in findings["shared memory"].words and findings["trainer"].words.startswith("torch ")
+
+
+def test_a_run_on_sglang_without_one_fails_with_the_remedy():
+    findings = found("rollout.engine=sglang", "rollout.sglang.python=/nowhere/python")
+    assert missing(findings) == ["configuration"]
+    assert "no Python /nowhere/python; run `make sglang`" in findings["configuration"].words
+    assert "machine" in findings, "the rest is said too"
+
+
+def test_too_little_shared_memory_counts_the_copy_that_a_push_makes(monkeypatch, tmp_path):
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho 0.5.23\n")
+    python.chmod(0o755)
+    settings = [f"store.capacity_bytes={64 << 20}"]
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=(64 << 20) // 4096, f_frsize=4096))
+    assert missing(found(*settings)) == []
+    real = found(*settings, "rollout.engine=sglang", f"rollout.sglang.python={python}")
+    assert missing(real) == ["shared memory"] and "--shm-size" in real["shared memory"].words
+
+
+def test_too_few_files_a_missing_package_and_a_taken_port(monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 256))
+    monkeypatch.setattr(doctor, "TRAINER_PACKAGES", ("torch", "no-such-package"))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        findings = found(f"service.port={taken.getsockname()[1]}")
+    assert missing(findings) == ["trainer", "open files", "port"]
+    assert "no-such-package not installed; pip install" in findings["trainer"].words and "256 a process" in findings["open files"].words
+    alone = found(config=None)
+    assert missing(alone) == [] and alone["trainer"].state == "absent", "nothing is needed without a configuration"
+
+
+@pytest.mark.parametrize(
+    ("settings", "status"), [([], 0), (["--set", "rollout.sglang.python=/nowhere", "--set", "rollout.engine=sglang"], 1)]
+)
+def test_the_command_says_it_with_its_status(settings, status):
+    done = CliRunner().invoke(app, ["doctor", str(CONFIG), "--set", "service.port=0", *settings])
+    assert done.exit_code == status and "shared memory" in done.output

@@ -1,0 +1,153 @@
+"""B1, and what a push leaves behind: nothing."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file
+
+from driver.checkpoint_files import tensor_shapes, write_safetensors
+from driver.snapshot import PushImpossible, Snapshot, SnapshotGone
+from driver.transport import SHARED_MEMORY, DiskTransport, SharedMemoryTransport
+from rollout.answer import EngineError
+from rollout.sglang.payload import HEADER_BYTES
+from store import Column, EmbeddedStore, Ref
+
+TENSORS: dict[str, Any] = {
+    "a.weight": np.arange(6, dtype=np.float32).reshape(2, 3),
+    "b.weight": Column(np.array([0x3F80, 0xC000, 0x4040], np.uint16), "bfloat16"),
+    "c.weight": np.ones(5, np.float32),
+}
+SHAPES = {"a.weight": (2, 3), "b.weight": (3,), "c.weight": (5,)}
+
+
+@pytest.fixture
+def store():
+    made = EmbeddedStore(SHARED_MEMORY / f"headrace-test-{os.getpid()}-transport", 1 << 20)
+    yield made
+    made.remove()
+
+
+@pytest.fixture
+def snapshot(store) -> Snapshot:
+    refs = [store.put(f"r/weights/0/3/{i}", dict(part)) for i, part in enumerate((list(TENSORS.items())[:2], list(TENSORS.items())[2:]))]
+    return Snapshot("r", 0, 3, tuple(ref.to_wire() for ref in refs), {}, (), ())
+
+
+class Listening:
+    """An engine that notes which names of shared memory there are while it is called."""
+
+    def __init__(self, transport: SharedMemoryTransport, fail: bool = False) -> None:
+        self.transport = transport
+        self.fail = fail
+        self.calls: list[tuple[str | None, list[Path]]] = []
+        self.directory: dict[str, np.ndarray] = {}
+
+    async def update_from_tensor(self, tensors: list[str], *, load_format: str | None = None) -> None:
+        self.calls.append((load_format, files(self.transport)))
+        if self.fail:
+            raise EngineError("infrastructure", "reset")
+
+
+def files(transport: SharedMemoryTransport) -> list[Path]:
+    return sorted(SHARED_MEMORY.glob(f"{transport.prefix}@*"))
+
+
+@pytest.fixture
+def shared(tmp_path):
+    return SharedMemoryTransport(tmp_path, SHAPES, 1)
+
+
+async def test_B1_a_bucket_is_copied_once_and_each_call_has_a_name_of_its_own(shared, snapshot):
+    engines = [Listening(shared), Listening(shared)]
+    async with shared.prepared(snapshot) as parcel:
+        first, second = files(shared)
+        assert first.read_bytes()[HEADER_BYTES:][:24] == TENSORS["a.weight"].tobytes()
+        assert first.read_bytes()[HEADER_BYTES + 64 :] == TENSORS["b.weight"].data.tobytes()
+        for engine in engines:
+            await parcel.send(engine)
+        assert files(shared) == [first, second]
+    names = {path for engine in engines for _, seen in engine.calls for path in seen} - {first, second}
+    assert len(names) == 4, "a killed engine deletes the names it knew, and they are no other engine's"
+    assert {load_format for engine in engines for load_format, _ in engine.calls} == {"flattened_bucket"}
+    assert files(shared) == []
+
+
+async def test_a_call_that_fails_leaves_no_name_behind(shared, snapshot):
+    async with shared.prepared(snapshot) as parcel:
+        with pytest.raises(EngineError):
+            await parcel.send(Listening(shared, fail=True))
+        assert len(files(shared)) == 2
+    assert files(shared) == []
+
+
+async def test_what_a_killed_driver_left_is_swept_and_only_that(shared, tmp_path):
+    other = SharedMemoryTransport(tmp_path / "other", SHAPES, 1)
+    for transport in (shared, other):
+        (SHARED_MEMORY / f"{transport.prefix}@0.1.0.aa").touch()
+    shared.sweep()
+    assert files(shared) == [] and len(files(other)) == 1
+    other.sweep()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"d.weight": (1,)}, "1 tensors of the snapshot are missing for the engines' checkpoint, the first is d.weight"),
+        ({"c.weight": None}, "1 tensors of the snapshot are not in the engines' checkpoint, the first is c.weight"),
+        ({"a.weight": (3, 2)}, r"a.weight is \[2, 3\] in the snapshot and \[3, 2\]"),
+        ({"lm_head.weight": (2, 3)}, None),  # tied
+    ],
+)
+async def test_names_and_shapes_are_compared_before_anything_is_sent(tmp_path, snapshot, change, words):
+    shapes = {name: shape for name, shape in (SHAPES | change).items() if shape is not None}
+    for transport in (SharedMemoryTransport(tmp_path, shapes, 1), DiskTransport(tmp_path / "push", tmp_path, shapes)):
+        if words is None:
+            async with transport.prepared(snapshot):
+                continue
+        with pytest.raises(PushImpossible, match=words):
+            async with transport.prepared(snapshot):
+                pass
+    assert files(SharedMemoryTransport(tmp_path, shapes, 1)) == []
+
+
+async def test_a_bucket_that_is_gone_or_does_not_fit_is_said(shared, snapshot, store, monkeypatch):
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched, pytest.raises(PushImpossible, match=r"does not fit in /dev/shm.*push\.transport: disk"):
+        patched.setattr(os, "posix_fallocate", full)
+        async with shared.prepared(snapshot):
+            pass
+    assert files(shared) == []
+    store.free([Ref.from_wire(bucket) for bucket in snapshot.buckets])
+    with pytest.raises(SnapshotGone, match="can not be read"):
+        async with shared.prepared(snapshot):
+            pass
+
+
+async def test_the_disk_gets_a_whole_checkpoint_for_as_long_as_the_push(tmp_path, snapshot):
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    write_safetensors(model / "model.safetensors", {"a.weight": TENSORS["a.weight"]}, {"a.weight": "float32"})
+    transport = DiskTransport(tmp_path / "push", model, SHAPES)
+
+    class Reading:
+        async def update_from_disk(self, path: str) -> None:
+            directory = Path(path)
+            assert (directory / "config.json").read_text() == "{}" and not (directory / "model.safetensors").exists()
+            assert tensor_shapes(directory) == SHAPES
+            first, second = (load_file(directory / f"bucket-0000{i}.safetensors") for i in range(2))
+            assert first["b.weight"].tolist() == [1.0, -2.0, 3.0] and second["c.weight"].tolist() == [1.0] * 5
+
+    async with transport.prepared(snapshot) as parcel:
+        assert not parcel.in_session
+        await parcel.send(Reading())
+    assert not any((tmp_path / "push").iterdir())
+    transport.sweep()
+    assert not (tmp_path / "push").exists()
