@@ -34,7 +34,7 @@ def build_reply(request: Request, weight_version: str, text: Text | None, sent: 
             "num_retractions": request.num_retractions,
             "reasoning_tokens": 0,
             "cached_tokens": 0,
-            "cached_tokens_details": {"device": 0, "host": 0},
+            "cached_tokens_details": None,
             "dp_rank": None,
         }
     meta["completion_tokens"] = visible

@@ -72,6 +72,7 @@ class Scheduler:
         self.paused = False
         self.forward_sleep_s = 0.0
         self.generated_tokens = 0
+        self.prefilled_tokens = 0
         self.loads: dict[str, Any] = {}
         self._text = text
         self._deliver = deliver
@@ -210,6 +211,7 @@ class Scheduler:
         assert self.cache.data is not None
         first = len(self.running)
         self.running += admitted
+        self.prefilled_tokens += sum(request.length for request in admitted)
         self._sleep()
         rows = range(first, len(self.running))
         if self.settings.deterministic:
@@ -328,6 +330,7 @@ class Scheduler:
             "waiting_tokens": sum(request.length for request in self.waiting),
             "used_tokens": used,
             "reserved_tokens": sum(self._reservation(request) for request in self.running),
+            "prefilled_tokens": self.prefilled_tokens,
             "retracted": sum(request.num_retractions > 0 for request in self.waiting),
             "tokens_per_s": self._rate.update(self.generated_tokens),
         }
