@@ -28,6 +28,8 @@ def contract_error(error: msgspec.ValidationError, body: Any, fields: tuple[str,
     unknown = re.search(r"unknown field `(.*?)`", text)
     if unknown is not None:
         return f"unknown field `{unknown[1]}`, expected one of " + ", ".join(f"`{field}`" for field in fields)
+    if "." not in path[1].removeprefix(".sampling_params"):
+        return None  # not a set of parameters at all
     wanted = re.match(r"Expected `(.*?)(?: \| null)?`", text)
     value = _value_at(body, path[1])
     if wanted is None or value is None:

@@ -239,9 +239,9 @@ def complete(request: Request, body: GenerateBody, input_ids: list[Any], limits:
     """Check the prompt and the parameters against the model. ValueError, in SGLang's words where clients know them."""
     length, context = len(input_ids), limits.context_length
     if not input_ids:
-        raise ValueError("the prompt is empty, and a real SGLang 0.5.23 dies of that; send at least one token")
+        raise ValueError("the prompt is empty, and a real SGLang 0.5.23 dies of it; send at least one token")
     if request.logprob_start_len < -1:
-        raise ValueError(f"logprob_start_len is {request.logprob_start_len}, and a real SGLang 0.5.23 dies of that; send -1 or more")
+        raise ValueError(f"logprob_start_len is {request.logprob_start_len}, and a real SGLang 0.5.23 dies of it; send -1 or more")
     if length >= context:
         raise ValueError(f"The input ({length} tokens) is longer than the model's context length ({context} tokens).")
     params = body.sampling_params
@@ -260,7 +260,7 @@ def complete(request: Request, body: GenerateBody, input_ids: list[Any], limits:
     strange = next((token for token in input_ids if not 0 <= token < limits.vocab_size), None)
     if strange is not None:
         # A real SGLang dies of an index out of the embedding.
-        raise ValueError(f"input_ids holds {strange!r}, which is no token id of this model (0 to {limits.vocab_size - 1})")
+        raise ValueError(f"input_ids holds {strange!r}, which is no token id of this model (0 to {limits.vocab_size - 1}); a real SGLang 0.5.23 dies of it")
     if request.logprob_start_len > length:
         raise ValueError(
             f"req.logprob_start_len={request.logprob_start_len} is higher than the number of input tokens "

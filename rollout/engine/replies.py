@@ -44,7 +44,8 @@ def build_reply(request: Request, weight_version: str, text: Text | None, sent: 
         meta["weight_versions"] = spans = _spans(request, visible, weight_version)
         meta["weight_version"] = spans[-1]["version"]
         meta["e2e_latency"] = time.perf_counter() - request.created_s
-        meta["response_sent_to_client_ts"] = time.time()
+        if not request.stream:
+            meta["response_sent_to_client_ts"] = time.time()
     reply: dict[str, Any] = {"output_ids": request.output_ids[start:visible], "meta_info": meta}
     if text is not None:
         reply["text"] = _text(request, visible, finish, text, sent)
