@@ -100,6 +100,6 @@ def engine(running: list[Server], start: Start) -> Iterator[Server]:
 
 
 @pytest.fixture
-def victim(start: Start) -> Server:
-    """An engine of the test's own, which it may kill."""
-    return start()
+def victim(request: pytest.FixtureRequest, kind: str, start: Start) -> Server:
+    """An engine that the test may kill; the embedded one, which is not supposed to die, is the shared one."""
+    return request.getfixturevalue("engine") if kind == "embedded" else start()

@@ -8,7 +8,6 @@ from typing import Any
 import httpx
 import pytest
 
-from .conftest import Start
 from .lab import DIES_S, PROMPT, VOCAB, Server, wait_for
 
 SAYS = "a real SGLang 0.5.23 dies of"
@@ -54,10 +53,10 @@ def test_l3_resuming_what_was_not_released(victim: Server) -> None:
     ],
     ids=["a token out of the vocabulary", "an empty prompt", "an empty text", "a negative start"],
 )
-def test_h3_prompts_that_kill(start: Start, engine: Server, body: dict[str, Any]) -> None:
-    demand_fatal(engine if engine.embedded else start(), "/generate", body, 400)
-    if engine.embedded:
-        assert len(engine.generate(max_new_tokens=3)["output_ids"]) == 3
+def test_h3_prompts_that_kill(victim: Server, body: dict[str, Any]) -> None:
+    demand_fatal(victim, "/generate", body, 400)
+    if victim.embedded:
+        assert len(victim.generate(max_new_tokens=3)["output_ids"]) == 3
 
 
 def test_w3_a_payload_that_cannot_be_unpickled(victim: Server) -> None:

@@ -27,12 +27,10 @@ def demand(server: Server, paths: tuple[str, ...], key: str | None, expect: int)
 def test_an_api_key_opens_everything(start: Start) -> None:
     server = start("--api-key", "ka")
     demand(server, PROBES, None, 200)
-    for wrong in ("no", ""):
-        demand(server, (*READS, "/generate", *CONTROL), wrong, 401)
+    demand(server, (*READS, "/generate", *CONTROL), "no", 401)
     demand(server, (*READS, "/generate", *CONTROL), "ka", 200)
     bare = server.client.get(server.url + "/model_info", headers={"authorization": "ka"})
     assert bare.status_code == 401
-    assert "ka" not in server.request("GET", "/server_info", key="ka").text.split('"launch_command"')[0] or not server.embedded
 
 
 def test_an_admin_key_alone_closes_only_control(start: Start) -> None:
@@ -83,7 +81,11 @@ def test_without_a_tokenizer_there_is_no_text(other: Server) -> None:
 
 
 def test_a_full_queue_is_a_503(other: Server) -> None:
-    asked = other.start_running(*(f"r{i}" for i in range(8)), tokens=400)
+    other.slow()
+    asked = []
+    for running in range(1, 9):
+        asked.append(other.background.submit(other.generate, max_new_tokens=400))
+        wait_for(lambda running=running: other.load() == running, "all places to be taken")
     more = [other.background.submit(other.generate, max_new_tokens=2) for _ in range(2)]
     wait_for(lambda: other.load("num_waiting_reqs") == 2, "a full queue")
     refused = other.generate(expect=503, max_new_tokens=2)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from .lab import PROMPT, Server
+from .lab import PROMPT, Server, wait_for
 
 Checkpoints = tuple[Path, Path]
 OPENED = {"success": True, "message": "Success"}
@@ -168,8 +168,6 @@ def test_there_and_back_is_three_spans(engine: Server) -> None:
     for version in ("next", "default"):
         made = engine.load("num_used_tokens")
         engine.post("/update_weight_version", {"new_version": version, "abort_all_requests": False})
-        from .lab import wait_for
-
         wait_for(lambda made=made: engine.load("num_used_tokens") > made + 1, "more tokens")
     engine.fast()
     spans = one.result()["meta_info"]["weight_versions"]
