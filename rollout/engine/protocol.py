@@ -75,6 +75,10 @@ class GenerateBody(msgspec.Struct, kw_only=True):
     session_params: Any = None
     custom_logit_processor: Any = None
 
+    def __post_init__(self) -> None:
+        if self.input_ids and len({isinstance(entry, list) for entry in self.input_ids}) == 2:
+            raise ValueError("input_ids holds token ids and lists of them; send either")  # a ValidationError of the decoder's
+
 
 class PauseBody(msgspec.Struct):
     mode: Literal["abort", "retract", "in_place"] = "abort"
@@ -187,11 +191,8 @@ def _samples(body: GenerateBody) -> int:
 
 
 def _each_prompt(body: GenerateBody) -> tuple[list[GenerateBody], bool]:
-    if body.input_ids is not None:
-        if not body.input_ids:
-            raise ValueError("input_ids cannot be empty.")
-        if len({isinstance(entry, list) for entry in body.input_ids}) == 2:
-            raise msgspec.ValidationError("Expected token ids or lists of them, got both - at `$.input_ids`")
+    if body.input_ids is not None and not body.input_ids:
+        raise ValueError("input_ids cannot be empty.")
     batch = body.input_ids if body.input_ids and isinstance(body.input_ids[0], list) else body.text if isinstance(body.text, list) else None
     if batch is None:
         if isinstance(body.rid, list):

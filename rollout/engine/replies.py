@@ -70,7 +70,7 @@ def _logprobs(request: Request, start: int, visible: int) -> dict[str, Any]:
 
 def _spans(request: Request, visible: int, weight_version: str) -> list[dict[str, Any]]:
     """[start, end) over the output for each version; one empty span when there is no output."""
-    spans = request.spans or [(weight_version, 0)]
+    spans = [span for span in request.spans if span[1] < visible] or [(weight_version, 0)]
     ends = [start for _, start in spans[1:]] + [visible]
     return [{"version": version, "start": start, "end": end} for (version, start), end in zip(spans, ends, strict=True)]
 

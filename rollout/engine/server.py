@@ -125,18 +125,19 @@ class Server:
         except msgspec.ValidationError as error:
             told = contract_error(error, orjson.loads(raw), SamplingParams.__struct_fields__)
             return _invalid(str(error)) if told is None else _json({"error": told}, 400)
-        bodies, batch = protocol.split_batch(body)
         if body.stream:
-            return await self._stream(request, bodies, batch)
+            return await self._stream(request, body)
+        bodies, batch = protocol.split_batch(body)
         async with self.engine.admitted(bodies) as requests:
             replies = await asyncio.gather(*(self.engine.last_reply(one) for one in requests))
         return _json(replies if batch else replies[0])
 
-    async def _stream(self, request: BaseRequest, bodies: list[GenerateBody], batch: bool) -> web.StreamResponse:
+    async def _stream(self, request: BaseRequest, body: GenerateBody) -> web.StreamResponse:
         """Server-sent events. What is wrong with the request is an event too: the headers say 200 before anything is checked."""
         response = web.StreamResponse(headers={"content-type": "text/event-stream; charset=utf-8"})
         await response.prepare(request)
         try:
+            bodies, batch = protocol.split_batch(body)
             async with self.engine.admitted(bodies) as requests:
                 if batch:
                     await asyncio.gather(*(self._send(response, one, index) for index, one in enumerate(requests)))

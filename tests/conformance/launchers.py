@@ -19,7 +19,7 @@ STOP_S = 30.0
 COMMON_FLAGS = ("--max-running-requests", "8", "--max-total-tokens", "4096", "--context-length", "512")
 SGLANG_FLAGS = (
     *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--grammar-backend", "none"),
-    *("--disable-cuda-graph", "--disable-overlap-schedule", "--dtype", "float32", "--sleep-on-idle", "--skip-server-warmup"),
+    *("--disable-cuda-graph", "--disable-overlap-schedule", "--load-snapshot-publish-interval", "1", "--dtype", "float32", "--sleep-on-idle", "--skip-server-warmup"),
 )
 SGLANG_ENVIRONMENT = {
     "SGLANG_USE_CPU_ENGINE": "1",

@@ -107,6 +107,8 @@ def test_a_greedy_request_may_say_any_top_k(engine: Server) -> None:
 )
 def test_h3_a_prompt_that_cannot_be_served_is_refused(engine: Server, body: dict[str, Any], says: str) -> None:
     assert engine.post("/generate", body, expect=400) == {"error": {"message": says}}
+    error = {"message": says, "type": "invalid_request_error", "code": 400, "retryable": False}
+    assert engine.stream(body) == [{"error": error}]
 
 
 def test_h3_the_longest_prompt_and_the_longest_answer_are_served(engine: Server) -> None:
