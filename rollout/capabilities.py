@@ -83,6 +83,7 @@ def version_numbers(version: Any) -> tuple[int, ...]:
     found = re.match(r"v?(\d+)\.(\d+)\.(\d+)", version) if isinstance(version, str) else None
     if found is None:
         raise EngineError(
-            "configuration", f"the server says its version is {version!r}; check that the URL is that of an SGLang server, {OLDEST} or newer"
+            "configuration",
+            f"the server says its version is {version!r}; check that the URL is that of SGLang {OLDEST} or newer",
         )
     return tuple(int(number) for number in found.groups())

@@ -20,7 +20,7 @@ EXPECTED = {
 
 
 def contract_error(error: msgspec.ValidationError, body: Any, fields: tuple[str, ...]) -> str | None:
-    """What SGLang says of a fault inside sampling_params, whose keys are `fields`; None for a fault elsewhere in `body`, the parsed JSON."""
+    """What SGLang says of a fault inside sampling_params, whose keys are `fields`; None for one elsewhere in `body`, the parsed JSON."""
     text = str(error)
     path = re.search(r" - at `\$(\.sampling_params.*)`$", text)
     if path is None:

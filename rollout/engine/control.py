@@ -121,9 +121,7 @@ class Control:
         """This engine joins no process groups, so it answers as a server without any."""
         if not self.session_open:
             return Outcome(False, "update_weights_from_distributed must run between begin_weight_update() and end_weight_update()")
-        return Outcome(
-            False, f"Failed to receive weights: Group {group_name} not in []. Please call `init_weights_update_group` first."
-        )
+        return Outcome(False, f"Failed to receive weights: Group {group_name} not in []. Please call `init_weights_update_group` first.")
 
     def update_from_disk(self, model_path: str, flush_cache: bool, weight_version: str | None) -> Outcome:
         try:

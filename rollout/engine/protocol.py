@@ -260,8 +260,10 @@ def complete(request: Request, body: GenerateBody, input_ids: list[Any], limits:
         )
     strange = next((token for token in input_ids if not 0 <= token < limits.vocab_size), None)
     if strange is not None:
-        # A real SGLang dies of an index out of the embedding.
-        raise ValueError(f"input_ids holds {strange!r}, which is no token id of this model (0 to {limits.vocab_size - 1}); a real SGLang 0.5.23 dies of it")
+        raise ValueError(
+            f"input_ids holds {strange!r}, which is no token id of this model (0 to {limits.vocab_size - 1}); "
+            "a real SGLang 0.5.23 dies of it"
+        )
     if request.logprob_start_len > length:
         raise ValueError(
             f"req.logprob_start_len={request.logprob_start_len} is higher than the number of input tokens "

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -19,7 +20,8 @@ STOP_S = 30.0
 COMMON_FLAGS = ("--max-running-requests", "8", "--max-total-tokens", "4096", "--context-length", "512")
 SGLANG_FLAGS = (
     *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--grammar-backend", "none"),
-    *("--disable-cuda-graph", "--disable-overlap-schedule", "--load-snapshot-publish-interval", "1", "--dtype", "float32", "--sleep-on-idle", "--skip-server-warmup"),
+    *("--disable-cuda-graph", "--disable-overlap-schedule", "--dtype", "float32", "--sleep-on-idle", "--skip-server-warmup"),
+    *("--load-snapshot-publish-interval", "1"),  # of /v1/loads, in steps
 )
 SGLANG_ENVIRONMENT = {
     "SGLANG_USE_CPU_ENGINE": "1",
@@ -67,7 +69,5 @@ def stop(process: subprocess.Popen[bytes]) -> None:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait(STOP_S)
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(group, signal.SIGKILL)  # children of a server that died
-    except ProcessLookupError:
-        pass

@@ -1,5 +1,6 @@
 """/generate, streamed and not: what an answer holds, and why it ends."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -195,7 +196,7 @@ def test_the_end_of_text_is_a_stop_token(engine: Server) -> None:
 def readable_pair(ids: list[int]) -> str:
     """Two neighbouring letters of this output, the second not its first token."""
     letters = [chr(token - 3) if 32 < token - 3 < 127 else "\0" for token in ids]
-    return next(first + second for first, second in zip(letters[1:], letters[2:], strict=False) if "\0" not in (first, second))
+    return next(first + second for first, second in itertools.pairwise(letters[1:]) if "\0" not in (first, second))
 
 
 @pytest.fixture
@@ -223,7 +224,9 @@ def test_a_stop_string_is_cut_from_the_text_but_not_from_the_tokens(engine: Serv
 
 def test_a_stop_string_is_never_streamed_in_part(engine: Server, letters: Any) -> None:
     prompt, _, stop = letters
-    events = engine.stream({"input_ids": prompt, "sampling_params": {"temperature": 0, "max_new_tokens": 40, "ignore_eos": True, "stop": stop}})
+    events = engine.stream(
+        {"input_ids": prompt, "sampling_params": {"temperature": 0, "max_new_tokens": 40, "ignore_eos": True, "stop": stop}}
+    )
     final = events[-1]["text"]
     assert all(final.startswith(event["text"]) for event in events)
 

@@ -84,7 +84,8 @@ def test_a_greedy_request_may_say_any_top_k(engine: Server) -> None:
         ({"input_ids": [5] * 512}, "The input (512 tokens) is longer than the model's context length (512 tokens)."),
         (
             {"input_ids": [5] * 506, "sampling_params": {"max_new_tokens": 0}},
-            "Input length (506 tokens) exceeds the maximum allowed length (506 tokens). Use a shorter input or enable --allow-auto-truncate.",
+            "Input length (506 tokens) exceeds the maximum allowed length (506 tokens). "
+            "Use a shorter input or enable --allow-auto-truncate.",
         ),
         (
             {"input_ids": [5] * 400, "sampling_params": {"max_new_tokens": 200}},
