@@ -18,7 +18,6 @@ from driver.snapshot import Snapshot, SnapshotGone
 from rollout.pool import EnginePool, EngineSlot
 from store import Ref
 
-
 log = logging.getLogger("headrace.publish")
 AGAIN_S = 1.0  # what a trainer needs to put a version it makes anew
 
