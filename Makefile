@@ -8,11 +8,12 @@ JOBS ?= 2
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: setup sglang test-sglang demo test test-all selfcheck mutants lint figures clean help
+.PHONY: setup sglang test-sglang demo test test-all conformance selfcheck mutants lint figures clean help
 
 help:
 	@echo "make demo       a tiny model learns to sort digits, on this CPU, in a few minutes (SEED=0)"
 	@echo "make test       the tests that run in CI        make test-all   the slow ones too"
+	@echo "make conformance  one set of tests over the embedded engine, or with ENGINE=sglang over a real SGLang server"
 	@echo "make selfcheck  every layout and switch of the trainer against plain torch, with the errors measured"
 	@echo "make mutants    small breakages, one at a time, each of which a named test must notice (JOBS=2)"
 	@echo "make sglang     a real SGLang server for this CPU, in an environment of its own   make test-sglang   its tests"
@@ -53,6 +54,11 @@ test-sglang: setup sglang
 
 test-all: setup
 	$(BIN)/python -m pytest $(ARGS)
+
+# The same tests over both engines: ENGINE=embedded, or ENGINE=sglang for the real server on this machine's CPU.
+ENGINE ?= embedded
+conformance: setup
+	ENGINE=$(ENGINE) $(BIN)/python -m pytest tests/conformance $(ARGS)
 
 selfcheck: setup
 	$(BIN)/python -m pytest -s tests/trainer/test_layouts.py tests/trainer/test_objectives.py tests/trainer/test_moe.py tests/trainer/test_switches.py tests/trainer/test_resharding.py $(ARGS)

@@ -19,7 +19,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from rollout.sglang.spec import SglangSpec, located
-from trainer.layout import misfit, misplaced
+from trainer.layout import misfit, misplaced, nothing_to_offload
 from trainer.loss_spec import CriticSpec, LossSpec, check_critic
 
 
@@ -139,6 +139,15 @@ class TrainerConfig(_Section):
     routing_replay: bool = Field(
         False, description="tokens go to the experts their row's `routed_experts` name; rows without it are routed by the live router"
     )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="auto: cuda where torch sees a GPU for every rank, else cpu; cpu keeps the trainer off the GPUs"
+    )
+    transformer_engine: Literal["auto", "off"] = Field(
+        "auto", description="auto: its kernels where it is installed, on cuda and in bfloat16; off: our own torch modules"
+    )
+    optimizer_offload: float = Field(
+        0.0, ge=0, le=1, description="cuda only: which part of the optimizer's state is kept and stepped in the host's memory"
+    )
     dtype: Literal["float32", "bfloat16"] = Field(
         "float32", description="of weights, activations and pushes, and of the engines; the optimizer's weights stay float32"
     )
@@ -163,6 +172,12 @@ class TrainerConfig(_Section):
     threads_per_rank: int = Field(1, ge=1)
     step_deadline_s: float = Field(600.0, gt=0, description="a training call without an answer for this long: the group is restarted")
 
+    @field_validator("transformer_engine", mode="before")
+    @classmethod
+    def _unquoted_off(cls, value: object) -> object:
+        """YAML reads a bare `off` as false."""
+        return "off" if value is False else value
+
     @model_validator(mode="after")
     def _a_critic_that_fits(self) -> TrainerConfig:
         check_critic(self.loss, self.critic)
@@ -171,6 +186,8 @@ class TrainerConfig(_Section):
     @model_validator(mode="after")
     def _switches(self) -> TrainerConfig:
         if why := misplaced(self.tp, self.sequence_parallel, self.distributed_optimizer, self.optimizer):
+            raise ValueError(why)
+        if why := nothing_to_offload(self.device, self.optimizer_offload):
             raise ValueError(why)
         return self
 
@@ -338,7 +355,7 @@ def load_config(path: str | os.PathLike[str], overrides: list[str] | None = None
     if not isinstance(raw, dict):
         raise ConfigError(f"{file} must hold a mapping with at least run_id and model.path")
     for override in overrides or []:
-        _set(raw, override)
+        set_key(raw, override)
     return parse_config(raw, base=file.parent)
 
 
@@ -350,7 +367,8 @@ def parse_config(raw: dict[str, Any], base: Path) -> RunConfig:
     return _check_files(config, base)
 
 
-def _set(raw: dict[str, Any], override: str) -> None:
+def set_key(raw: dict[str, Any], override: str) -> None:
+    """`override` is `dotted.key=YAML value`. Raises ConfigError."""
     dotted, separator, text = override.partition("=")
     if not separator or not dotted:
         raise ConfigError(f"--set {override!r}: write it as key.key=value")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -154,6 +155,7 @@ def engines(run: Run) -> list[dict[str, Any]]:
             "capacity": slot.capacity,
             "served_requests": slot.served_requests,
             "busy_s": round(slot.busy_s(), 3),
+            "capabilities": None if slot.capabilities is None else asdict(slot.capabilities),
         }
         for slot in run.pool.slots.values()
     ]

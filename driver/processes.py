@@ -23,6 +23,7 @@ from driver.ledger import Upsert
 from driver.life import ProcessSpec
 from reward.client import RewardClient
 from reward.spec import RewardSpec, ScorerSpec
+from rollout.answer import EngineError
 from rollout.client import EngineClient
 from rollout.sglang import launch
 from trainer.spec import OptimizerSpec, TrainerSpec
@@ -44,6 +45,7 @@ class Processes:
         self._config = run.config
         self._directory = run.config.directory / "processes"
         self._launcher: LocalLauncher | None = None
+        self._asking: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
         """Starts everything; then only the launcher's own failure, or a role that nothing can do without, ends it (by raising)."""
@@ -112,8 +114,9 @@ class Processes:
         elif isinstance(event, Ready):
             log.info("%s (incarnation %d) is ready at %s", name, event.incarnation, event.url)
             if event.role == "engine":
-                client = EngineClient(event.url, self._run.http, vocab_size=self._run.tokenizer.vocab_size)
-                self._run.pool.register(name, client, event.incarnation, self._config.rollout.max_open_requests)
+                asking = asyncio.create_task(self._register(event, name), name=f"registration of {name}")
+                self._asking.add(asking)
+                asking.add_done_callback(self._asked)
             elif event.role == "reward":
                 self._run.scoring.attach(RewardClient(event.url, self._run.http))
             else:
@@ -122,6 +125,34 @@ class Processes:
             log.warning("%s (incarnation %d): %s", name, event.incarnation, event.reason)
             self._gone(event, name)
         self._core.ring()
+
+    async def _register(self, event: Ready, name: str) -> None:
+        """Ask the engine what it can do, and give it to the pool if that is enough."""
+        client = EngineClient(event.url, self._run.http, vocab_size=self._run.tokenizer.vocab_size)
+        assert self._launcher is not None
+        process = self._launcher.processes[name]
+        try:
+            capabilities = await client.capabilities()
+        except EngineError as error:
+            if (process.state, process.incarnation) != ("ready", event.incarnation):
+                return  # it died meanwhile, and its next life registers itself
+            if error.kind == "configuration":
+                self._fail(f"{name}: {error}")
+            else:
+                process.kill(f"it does not say what it can do: {error}")
+            return
+        if (process.state, process.incarnation) == ("ready", event.incarnation):
+            self._run.pool.register(name, client, event.incarnation, self._config.rollout.max_open_requests, capabilities)
+            self._core.ring()
+
+    def _asked(self, asking: asyncio.Task[None]) -> None:
+        self._asking.discard(asking)
+        if not asking.cancelled() and (error := asking.exception()) is not None and not self._lost.done():
+            self._lost.set_exception(error)
+
+    def _fail(self, reason: str) -> None:
+        if not self._lost.done():
+            self._lost.set_exception(StartFailed(reason))
 
     def _gone(self, event: Died | Hung | Quarantined, name: str) -> None:
         if event.role == "engine":
@@ -132,8 +163,8 @@ class Processes:
             self._run.scoring.detach(event.reason)
         else:
             self._run.training.detach(event.reason)
-        if isinstance(event, Quarantined) and event.role != "engine" and not self._lost.done():
-            self._lost.set_exception(StartFailed(event.reason))
+        if isinstance(event, Quarantined) and event.role != "engine":
+            self._fail(event.reason)
 
     # ---- how each is started ---------------------------------------------------------------------------------------------
 
@@ -239,6 +270,9 @@ class Processes:
                 seed=config.seed,
                 loss=trainer.loss.spec,
                 critic=trainer.critic.spec if trainer.critic is not None else None,
+                device=trainer.device,
+                transformer_engine=trainer.transformer_engine,
+                optimizer_offload=trainer.optimizer_offload,
                 dtype=trainer.dtype,
                 sequence_parallel=trainer.sequence_parallel,
                 recompute=trainer.recompute,

@@ -6,10 +6,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 
-from driver.config import ConfigError, load_config
+from driver.config import ConfigError, load_config, set_key
 from trainer.loss_spec import LossSpec
 
 
@@ -24,11 +23,12 @@ def loss_spec(target: str | None, config: Path | None, overrides: list[str]) -> 
     """The configuration's loss, or the defaults, with `target` as its policy and `overrides` (`dotted.key=value`). Raises ConfigError."""
     if target is None and config is None:
         raise ConfigError("say which loss: headrace selfcheck loss path/file.py:name, or --config run.yaml")
-    raw: dict[str, Any] = load_config(config).trainer.loss.spec.model_dump() if config else {}
+    # What is not set stays so: another policy may ask for it.
+    raw: dict[str, Any] = load_config(config).trainer.loss.model_dump(exclude_unset=True, exclude={"advantage"}) if config else {}
     if target is not None:
         raw["policy"] = target
     for override in overrides:
-        _set(raw, override)
+        set_key(raw, override)
     try:
         return LossSpec.model_validate(raw)
     except ValidationError as error:
@@ -40,16 +40,3 @@ def _problem(error: Any) -> str:
     if error["type"] == "extra_forbidden":
         return f"unknown key {where!r} of the loss"
     return ": ".join(filter(None, [where, error["msg"].removeprefix("Value error, ")]))
-
-
-def _set(raw: dict[str, Any], override: str) -> None:
-    key, separator, text = override.partition("=")
-    if not separator:
-        raise ConfigError(f"--set {override!r}: write it as key=value")
-    *sections, name = key.split(".")
-    for section in sections:
-        raw = raw.setdefault(section, {})
-    try:
-        raw[name] = float(text)  # which knows 3e-4; to YAML that is a word
-    except ValueError:
-        raw[name] = yaml.safe_load(text)

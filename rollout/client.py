@@ -20,6 +20,7 @@ from httpx_aiohttp import HttpxAiohttpClient
 from tenacity import AsyncRetrying, retry_if_exception, stop_after_attempt, wait_exponential
 
 from rollout.answer import Answer, EngineError, EventSplitter, Generation, check_log_probs, error_text, malformed, refusal
+from rollout.capabilities import Capabilities, capabilities_of
 
 Clock = Callable[[], float]
 OnTokens = Callable[[list[int], list[float], str], None]
@@ -189,6 +190,12 @@ class EngineClient:
 
     async def model_info(self) -> dict[str, Any]:
         return await self._read("/model_info")
+
+    async def capabilities(self) -> Capabilities:
+        """EngineError `configuration` for a server that a run cannot use."""
+        found = capabilities_of(await self._read("/server_info"), await self.model_info())
+        found.demand_usable(self.url)
+        return found
 
     async def loads(self) -> dict[str, Any]:
         return await self._read("/v1/loads")

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rollout.answer import EngineError
+from rollout.capabilities import Capabilities
 from rollout.client import EngineClient
 from rollout.version import Version
 
@@ -44,6 +45,7 @@ class EngineSlot:
         self.state: State = "starting"
         self.reason = "registered, not verified yet"
         self.verified: Version | None = None
+        self.capabilities: Capabilities | None = None  # None where nobody asked
         self.open_requests = 0
         self.served_requests = 0
         self._monotonic = monotonic
@@ -123,7 +125,9 @@ class EnginePool:
         self._gone_busy_s = 0.0
         self._waiters: OrderedDict[Waiter, None] = OrderedDict()
 
-    def register(self, engine_id: str, client: EngineClient, incarnation: int, capacity: int) -> EngineSlot:
+    def register(
+        self, engine_id: str, client: EngineClient, incarnation: int, capacity: int, capabilities: Capabilities | None = None
+    ) -> EngineSlot:
         """A new engine, or a new life of one. It gets no requests until `open`; the slot of its life before is gone."""
         old = self.slots.get(engine_id)
         if old is not None:
@@ -133,6 +137,7 @@ class EnginePool:
         if capacity < 1:
             raise ValueError(f"engine {engine_id}: capacity must be at least 1 request, not {capacity}")
         slot = EngineSlot(engine_id, client, incarnation, capacity, self._monotonic)
+        slot.capabilities = capabilities
         self.slots[engine_id] = slot
         return slot
 

@@ -32,6 +32,12 @@ ROOT = Path(__file__).parents[1]
 LIST = Path(__file__).with_name("mutants.toml")
 NO_KILL = ("SyntaxError", "NameError", "ImportError", "ModuleNotFoundError")
 """A product that does not even run is noticed by anything."""
+UNSHRUNK = """from hypothesis import Phase, settings
+
+settings.register_profile("unshrunk", phases=[Phase.explicit, Phase.generate])
+settings.load_profile("unshrunk")
+"""
+"""A plugin of pytest's: that an example fails is all we ask, and finding the smallest takes most of a minute."""
 out = Console()
 
 
@@ -86,11 +92,26 @@ def copy_of_tracked(destination: Path, root: Path = ROOT) -> Path:
 
 def run_tests(tests: tuple[str, ...], root: Path, limit_s: float) -> tuple[int | None, list[str], list[str]]:
     """(pytest's exit code, None after `limit_s`; the failures; the errors of fixtures and of collecting) of these tests of a copy."""
-    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    if not (plugin := root.parent / "unshrunk.py").exists():  # copies share it
+        plugin.write_text(UNSHRUNK)
+    environment = {**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{root.parent}", "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     scratch = root.parent / f"{root.name}-pytest"
     report = root.parent / f"{root.name}.xml"
     report.unlink(missing_ok=True)
-    argv = [sys.executable, "-P", "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--hypothesis-seed=0", "--tb=short"]
+    argv = [
+        sys.executable,
+        "-P",
+        "-m",
+        "pytest",
+        "-x",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "unshrunk",
+        "--hypothesis-seed=0",
+        "--tb=short",
+    ]
     argv += [f"--basetemp={scratch}", f"--junitxml={report}", *tests]
     process = subprocess.Popen(argv, cwd=root, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
@@ -153,13 +174,15 @@ def copies(count: int) -> Iterator[SimpleQueue[Path]]:
 
 
 def main(
-    only: Annotated[list[str] | None, typer.Option(help="run just those whose name or fault id has this in it; may be repeated")] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(help="run just those with this fault id, or with this in their name or file; may be repeated")
+    ] = None,
     list_only: Annotated[bool, typer.Option("--list", help="print the list and run nothing")] = False,
     jobs: Annotated[int, typer.Option(min=1, help="so many at once")] = 1,
     limit_s: Annotated[float, typer.Option(help="a mutant's tests may take so long")] = 180.0,
 ) -> None:
     """Break the product in small ways and see that the tests notice."""
-    chosen = [m for m in read() if not only or any(part in m.name or part in m.faults for part in only)]
+    chosen = [m for m in read() if not only or any(part in m.faults or part in f"{m.name} {m.file}" for part in only)]
     if not chosen:
         out.print(f"no mutant is named like {' or '.join(only or [])}; --list shows them")
         raise typer.Exit(2)

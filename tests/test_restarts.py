@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections import Counter
 from pathlib import Path
 
+import psutil
 import pytest
 
 from driver.archive import read_metrics
@@ -57,3 +60,40 @@ def test_A1_A2_a_run_goes_on_in_another_layout_after_every_restart_and_accounts_
     gaps = [batch["logprob_gap_max"] for batch in batches if batch["logprob_gap_rows"]]
     assert gaps and max(gaps) < 1e-4, "M5: what the engines sampled with is what every layout computes"
     assert all(batch["memory_bytes"][batch["memory_phase"]] == max(batch["memory_bytes"].values()) for batch in batches)
+
+
+@pytest.mark.slow
+def test_A2_a_run_with_a_critic_a_reference_and_a_correction_goes_on_after_its_trainer_is_killed(tmp_path: Path) -> None:
+    """All that a loss can ask for at once: what is beside the policy comes back with it, and every row is trained, equal rewards or not."""
+    loss = (
+        "trainer.loss={old_log_probs: recomputed, correction: {weight: token}, kl: {coefficient: 0.01}, entropy_bonus: 0.001}",
+        "trainer.critic={lam: 0.95}",
+    )
+    service = ServiceUnderTest(
+        tmp_path / "run",
+        "stop.batches=9",
+        f"batch.samples={SAMPLES}",
+        f"rollout.n={N}",
+        "batch.mini_batches=2",
+        "checkpoint.every=3",
+        *loss,
+    )
+    try:
+        service.up("trainer.pp=2")
+        assert service.submit(ROWS.encode()).status_code == 201
+        service.wait(lambda s: s["committed_version"] >= 3 and s["trained_version"] >= 4, "a checkpoint and a batch after it")
+        pids = {p["role"]: p["pid"] for p in service.run("/processes")}
+        os.kill(psutil.Process(pids["trainer"]).children()[-1].pid, signal.SIGKILL)
+        status = service.wait(lambda s: s["state"] == "finished", "the end")
+        assert status["trained_version"] == status["committed_version"] == 9
+        counted = status["trajectories"]
+        assert counted["trained"] == counted["registered"] == 9 * SAMPLES * N, counted
+    finally:
+        service.close()
+    last = {line["batch_id"]: line for line in trained_rows(service.directory)}
+    assert all(len(line["row_ids"]) == SAMPLES * N for line in last.values()), "with a critic rows of equal rewards are trained too"
+    end = newest(service.directory / "checkpoints")
+    assert end is not None and end.meta.optimizer_steps == {"policy": 18, "critic": 18}
+    for batch in read_metrics(service.directory):
+        told = [batch[name] for name in ("reference_kl", "off_policy_kl", "effective_sample_size", "value_loss", "critic_grad_norm")]
+        assert None not in told and 0.0 < batch["effective_sample_size"] <= 1.0

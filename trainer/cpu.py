@@ -8,11 +8,12 @@ of four kinds, and each gets its CPU meaning here:
 * random numbers: the CUDA generator's state is the CPU generator's, so the tracker's forks and recomputation are real;
 * what am I: `Tensor.type()` says `torch.cuda.FloatTensor`, the name Megatron's gradient buckets are keyed by.
 
-Two gaps of its mixture of experts are filled as well: see `_fill_gaps_of_experts`.
+Two gaps of its mixture of experts are filled as well.
 """
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -54,13 +55,11 @@ class _OnCPU(TorchFunctionMode):
 
 
 def install() -> None:
-    """Idempotent, and refuses where CUDA is there to be used: this trainer computes on the CPU only."""
-    if torch.cuda.is_available():
-        raise RuntimeError(
-            "CUDA devices are visible, and this trainer computes on the CPU: start it with CUDA_VISIBLE_DEVICES set to nothing"
-        )
-    if getattr(torch.cuda, "headrace_on_cpu", False):
+    """Idempotent. GPUs are hidden from this process and its children, and must not have been used in it."""
+    if installed():
         return
+    assert not torch.cuda.is_initialized(), "this process has used CUDA already"
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     itself = _returns_first
     patches: dict[str, Any] = {
         "current_device": lambda: torch.device("cpu"),
@@ -92,18 +91,23 @@ def install() -> None:
 
     megatron_random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     megatron_random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
-    _fill_gaps_of_experts()
+    fill_gap_of_the_router()
+    from megatron.core.transformer.moe import token_dispatcher
 
-
-def _fill_gaps_of_experts() -> None:
-    """What Megatron's mixture of experts takes for granted."""
-    from megatron.core.transformer.moe import moe_utils, token_dispatcher
-
-    # The router asks whether this function of TransformerEngine is None, but where TransformerEngine is absent the name is undefined.
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None
     # The dispatcher's split sizes become numbers on their way from the GPU; on the CPU they would stay tensors, which all_to_all refuses.
     token_dispatcher.maybe_move_tensor_to_cpu = _as_numbers
+
+
+def installed() -> bool:
+    return getattr(torch.cuda, "headrace_on_cpu", False)
+
+
+def fill_gap_of_the_router() -> None:
+    """It asks whether a function of TransformerEngine is None; where that is not installed, on a GPU too, the name is undefined."""
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
 
 
 def _as_numbers(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:

@@ -127,7 +127,8 @@ class _Buckets:
 
 
 def as_column(tensor: torch.Tensor) -> tuple[np.ndarray | Column, str]:
-    """A CPU tensor as the store takes it, and its dtype's name."""
+    """A tensor as the store takes it, and its dtype's name."""
+    tensor = tensor.cpu()
     if tensor.dtype == torch.bfloat16:
         return Column(tensor.view(torch.uint16).numpy(), "bfloat16"), "bfloat16"
     return tensor.numpy(), str(tensor.dtype).removeprefix("torch.")

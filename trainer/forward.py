@@ -18,6 +18,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from trainer.device import moved, tensor
 from trainer.group import Group
 from trainer.rows import Pack, Row, pack
 from trainer.spec import TrainerSpec
@@ -78,6 +79,7 @@ class Forward:
 
         def forward(batches: Iterator[tuple[list[Row], Pack]], chunk: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
             rows, packed = next(batches)
+            packed = moved(packed, self._group.device)
             model.wanted.positions = packed.at
             output = chunk(input_ids=packed.tokens, position_ids=None, attention_mask=None, packed_seq_params=packed.packing)
             self._advanced()
@@ -110,15 +112,15 @@ class Forward:
         rows = [row for micro_batch in share for row in micro_batch]
         ends = np.cumsum([0, *(len(wanted(row)) for row in rows)]).tolist()
         start_of = dict(zip((row.row_id for row in rows), ends, strict=False))
-        flat = torch.zeros(ends[-1], dtype=torch.float64)
+        flat = torch.zeros(ends[-1], dtype=torch.float64, device=self._group.device)
 
         def place(batch: list[Row], packed: Pack, output: torch.Tensor, non_loss_data: bool = True) -> None:
-            starts = torch.tensor([start_of[row.row_id] for row in batch], dtype=torch.int64)
+            starts = tensor([start_of[row.row_id] for row in batch], torch.int64, flat.device)
             flat[starts[packed.row] + packed.slot] = make(packed, output).double()
 
         with torch.no_grad():
             self.run(model, share, place, wanted, forward_only=True)
-        found = self._group.sum_in_replica(flat).numpy()
+        found = self._group.sum_in_replica(flat.cpu()).numpy()
         return {row.row_id: found[a:b] for row, (a, b) in zip(rows, pairwise(ends), strict=True)}
 
     def log_probs(self, packed: Pack, output: torch.Tensor) -> torch.Tensor:

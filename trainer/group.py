@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
+from trainer import device
 from trainer.spec import TrainerSpec
 
 _FAULT_BYTES = 2048
@@ -38,9 +39,11 @@ class Group:
         self.size = int(os.environ["WORLD_SIZE"])
         if self.size != spec.world_size:
             raise ValueError(f"WORLD_SIZE is {self.size}, but the spec's tp·pp·cp·dp is {spec.world_size}: start that many ranks")
+        self.device = device.here()
+        backend = device.backend(self.device)
         timeout = timedelta(seconds=spec.work_timeout_s)
         if rendezvous_fd is None:
-            dist.init_process_group("gloo", timeout=timeout)
+            dist.init_process_group(backend, timeout=timeout)
         else:
             store = dist.TCPStore(
                 os.environ["MASTER_ADDR"],
@@ -51,7 +54,7 @@ class Group:
                 wait_for_workers=False,
                 master_listen_fd=rendezvous_fd if self.rank == 0 else None,
             )
-            dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.size, timeout=timeout)
+            dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=timeout)
         self._control = dist.new_group(backend="gloo", timeout=timedelta(seconds=spec.control_timeout_s))
         parallel_state.initialize_model_parallel(
             spec.tp,
@@ -73,7 +76,9 @@ class Group:
         indices = torch.zeros(self.size, dtype=torch.int64)
         indices[self.rank] = self.dp_rank
         dist.all_reduce(indices)
-        replicas = [dist.new_group((indices == index).nonzero()[:, 0].tolist(), timeout=timeout) for index in range(spec.dp)]
+        replicas = [
+            dist.new_group((indices == index).nonzero()[:, 0].tolist(), timeout=timeout, backend="gloo") for index in range(spec.dp)
+        ]
         self._replica = replicas[self.dp_rank]
 
     def send(self, command: dict[str, Any] | None) -> None:

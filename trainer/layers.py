@@ -7,6 +7,7 @@ by length and nothing is padded. It turns queries and keys itself, so the model 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,7 +15,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
@@ -29,6 +29,7 @@ from trainer.fused import rms_norm, rotated, rotation, zigzag
 
 POSITIONS: dict[str, Any] = {"position_embedding_type": "none"}
 """What GPTModel is told of positions: PackedAttention turns queries and keys."""
+SETTINGS: dict[str, Any] = {"apply_rope_fusion": False}
 
 
 class RMSNorm(torch.nn.Module):
@@ -103,13 +104,13 @@ class PackedAttention(torch.nn.Module):
         value: torch.Tensor,
         attention_mask: Any,
         *,
-        packed_seq_params: PackedSeqParams,
+        packed_seq_params: moe.RoutedPacking,
         **_: Any,
     ) -> torch.Tensor:
         """query [t, heads, dim], key and value [t, groups, dim] -> [t, heads * dim]; t is this rank's share of the pack."""
-        lengths = packed_seq_params.cu_seqlens_q.diff().tolist()
+        lengths = packed_seq_params.lengths
         cp_size, cp_rank = self.cp_group.size(), self.cp_group.rank()
-        cos, sin = rotation(tuple(lengths), cp_size, cp_rank, self.dimension, self.rotary_base, query.device)
+        cos, sin = rotation(lengths, cp_size, cp_rank, self.dimension, self.rotary_base, query.device)
         query, key = rotated(query, cos, sin), rotated(key, cos, sin)
         # Split, not sliced: the backward of a slice is as wide as the pack.
         groups = runs(lengths)
@@ -123,7 +124,7 @@ class PackedAttention(torch.nn.Module):
                 k, v = (x.unflatten(0, (count, length)).transpose(1, 2) for x in part)
                 mask = None
             else:
-                where = [torch.from_numpy(zigzag(length, cp_size, rank)) for rank in range(cp_size)]
+                where = [torch.from_numpy(zigzag(length, cp_size, rank)).to(q.device) for rank in range(cp_size)]
                 both = part.unflatten(1, (count, length // cp_size))  # [cp, count, length/cp, 2, groups, dim]
                 k, v = both.permute(3, 1, 4, 0, 2, 5).flatten(3, 4).unbind(0)
                 mask = where[cp_rank][:, None] >= torch.cat(where)[None, :]
@@ -132,7 +133,7 @@ class PackedAttention(torch.nn.Module):
         return torch.cat(outputs)
 
 
-def runs(lengths: list[int]) -> list[tuple[int, int]]:
+def runs(lengths: Sequence[int]) -> list[tuple[int, int]]:
     """(length, how many in a row) for each stretch of equal lengths."""
     found: list[tuple[int, int]] = []
     for length in lengths:

@@ -70,3 +70,10 @@ def misplaced(tp: int, sequence_parallel: bool, distributed_optimizer: bool, opt
     if distributed_optimizer and optimizer != "adam":
         return f"distributed_optimizer works with adam only, not with {optimizer}: change one of them"
     return None
+
+
+def nothing_to_offload(device: str, optimizer_offload: float) -> str | None:
+    """Why the optimizer's state cannot go to the host's memory, in a sentence with the remedy."""
+    if device == "cpu" and optimizer_offload:
+        return f"optimizer_offload is {optimizer_offload:g}, and on the CPU there is nothing to offload to: set it to 0, or device to cuda"
+    return None

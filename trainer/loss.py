@@ -228,18 +228,19 @@ def _sums(spec: LossSpec, losses: torch.Tensor, clipped: torch.Tensor, tokens: T
     log_probs = tokens.log_probs.detach()
     log_ratio = (log_probs - tokens.behaviour).double()
     ratio = log_ratio.exp()
-    gap = log_ratio[same_weights].abs()
+    gap = log_ratio.abs().where(same_weights, -torch.inf)
     reference_kl = kl_penalty((log_probs - tokens.reference).double(), spec.kl.estimator) if spec.kl.coefficient else log_ratio.new_zeros(1)
-    total = (
-        float(losses.detach().double().sum()),
-        len(ratio),
-        int(clipped.sum()),
-        float(tokens.entropy.detach().double().sum()),
-        float((ratio - 1.0 - log_ratio).sum()),
-        float(reference_kl.sum()),
+    sums = (
+        losses.detach().double().sum(),
+        clipped.sum().double(),
+        tokens.entropy.detach().double().sum(),
+        (ratio - 1.0 - log_ratio).sum(),
+        reference_kl.sum(),
     )
-    highest = (float(ratio.max()), float(gap.max()) if len(gap) else -torch.inf)
-    return Sums(torch.tensor(total, dtype=torch.float64), torch.tensor(highest, dtype=torch.float64))
+    # One stack, so that a GPU is waited for once.
+    loss, clips, *others, highest_ratio, highest_gap = torch.stack([*sums, ratio.max(), gap.max()]).tolist()
+    total = (loss, len(ratio), clips, *others)
+    return Sums(torch.tensor(total, dtype=torch.float64), torch.tensor((highest_ratio, highest_gap), dtype=torch.float64))
 
 
 @dataclass(frozen=True, eq=False)
@@ -265,4 +266,4 @@ def value_sums(clip: float | None, tokens: ValueTokens) -> tuple[torch.Tensor, t
         errors = torch.maximum(errors, bounded)
     loss = 0.5 * errors.sum()
     before = (tokens.old - tokens.returns).double().square().sum()
-    return loss, torch.tensor([float(0.5 * errors.detach().double().sum()), float(clipped.sum()), float(before)], dtype=torch.float64)
+    return loss, torch.stack([0.5 * errors.detach().double().sum(), clipped.sum().double(), before]).cpu()

@@ -6,10 +6,13 @@ The formulas are in `trainer/loss.py` (per token, with gradients) and `trainer/t
 from __future__ import annotations
 
 import difflib
+import re
 from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+_EXPONENT = re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+")
 
 POLICIES = ("ppo_clip", "dual_clip", "gspo", "cispo", "decoupled_ppo")
 
@@ -84,6 +87,12 @@ class LossSpec(Strict):
     def own_policy(self) -> bool:
         """Whether the policy loss is the user's function."""
         return ":" in self.policy
+
+    @field_validator("params")
+    @classmethod
+    def _numbers(cls, params: dict[str, float | str | bool]) -> dict[str, float | str | bool]:
+        """YAML reads 3e-4, which has no point, as a word."""
+        return {name: float(value) if isinstance(value, str) and _EXPONENT.fullmatch(value) else value for name, value in params.items()}
 
     @field_validator("policy")
     @classmethod

@@ -167,14 +167,18 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         spec = TrainerSpec.read(path)
         listener = listen(spec.host, spec.port)
+        for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+            os.environ[name] = str(spec.threads_per_rank)
+        from trainer import device  # after the environment, for it imports torch
+
+        chosen = device.choose(spec)
     except ValueError as error:
         print(f"trainer: {error}", flush=True)
         return UNUSABLE
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
-        os.environ[name] = str(spec.threads_per_rank)
-    from trainer import rank  # noqa: F401  (after the environment; this import is what makes the parent warm)
+    device.install(chosen, spec.tp)
+    from trainer import rank  # noqa: F401  (this import is what makes the parent warm)
 
+    device.untouched()
     spec.run_dir.mkdir(parents=True, exist_ok=True)
     facts = spec.run_dir / "trainer.json"
     facts.with_suffix(".partial").write_text(json.dumps({"pid": os.getpid(), "port": listener.getsockname()[1]}))

@@ -56,7 +56,7 @@ def binding(memory_bytes: dict[str, int]) -> str | None:
 
 
 def _reset() -> None:
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():
         torch.cuda.reset_peak_memory_stats()
         return
     with suppress(OSError):  # a kernel or sandbox without it: see above
@@ -64,7 +64,7 @@ def _reset() -> None:
 
 
 def _peak_bytes() -> int:
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated()
     found = re.search(r"^VmHWM:\s+(\d+) kB$", (_PROCESS / "status").read_text(), re.MULTILINE)
     assert found, "every Linux says VmHWM"

@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from transformers import AutoConfig
 
-from trainer import layers, moe
+from trainer import device, layers, moe, te
 from trainer.group import Group
 from trainer.layers import ValueHead
 from trainer.layout import expert_count, misfit, sparse_layers
@@ -36,16 +37,7 @@ from trainer.wanted import Wanted
 SUPPORTED = ("llama", "qwen2", "qwen3", "qwen3_moe")
 """Model types whose bridge and layer specification are tested."""
 
-_ON_CPU = {
-    "use_cpu_initialization": True,
-    "persist_layer_norm": False,
-    "bias_activation_fusion": False,
-    "bias_dropout_fusion": False,
-    "masked_softmax_fusion": False,
-    "gradient_accumulation_fusion": False,
-    "apply_rope_fusion": False,
-}
-
+_CPU = torch.device("cpu")
 _RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
     "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
@@ -62,13 +54,13 @@ _DENSE_IN_SPARSE = {
 
 
 @lru_cache(maxsize=16)
-def bridge_class(model_type: str, value_head: bool = False) -> type:
-    """mbridge's class for this model type, with what it lacks on a CPU and with transformers 5."""
+def bridge_class(model_type: str, value_head: bool = False, parts: ModuleType = layers, on: torch.device = _CPU) -> type:
+    """mbridge's class for this model type, with what it lacks on a CPU and with transformers 5. Layers are made of `parts`."""
     if model_type not in SUPPORTED:
         raise ValueError(f"model type {model_type!r} is not supported; supported are {', '.join(SUPPORTED)}")
     upstream: Any = _MODEL_REGISTRY[model_type]
 
-    class CPUBridge(upstream):
+    class OwnBridge(upstream):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             # Upstream writes the tied mapping into a dict of the class, where a later untied model would find it.
             self._DIRECT_MAPPING = dict(upstream._DIRECT_MAPPING)
@@ -78,7 +70,7 @@ def bridge_class(model_type: str, value_head: bool = False) -> type:
         def _build_base_config(self, text_config_key: str | None = None, **kwargs: Any) -> Any:
             if "moe_router_pre_softmax" in kwargs:  # softmax over the chosen experts is the same as over all, normalised
                 kwargs["moe_router_pre_softmax"] = not self.hf_config.norm_topk_prob
-            config = super()._build_base_config(text_config_key, **{**kwargs, **_ON_CPU})
+            config = super()._build_base_config(text_config_key, **{**kwargs, **device.settings(on), **parts.SETTINGS})
             config.rotary_base = rope_theta(self.hf_config)
             return config
 
@@ -101,16 +93,17 @@ def bridge_class(model_type: str, value_head: bool = False) -> type:
         def _get_transformer_layer_spec(self, vp_stage: int | None = None) -> TransformerBlockSubmodules:
             first = get_transformer_layer_offset(self.config, vp_stage=vp_stage)
             here = slice(first, first + get_num_layers_to_build(self.config, vp_stage=vp_stage))
-            return layers.block_spec(self.config, sparse_layers(self.hf_config.to_dict())[here])
+            return parts.block_spec(self.config, sparse_layers(self.hf_config.to_dict())[here])
 
         def _get_gptmodel_args(self) -> dict[str, Any]:
             return {
                 "vocab_size": self.hf_config.vocab_size,
                 "max_sequence_length": self.hf_config.max_position_embeddings,
-                **layers.POSITIONS,
+                "rotary_base": self.config.rotary_base,
+                **parts.POSITIONS,
             }
 
-    return CPUBridge
+    return OwnBridge
 
 
 def rope_theta(hf_config: Any) -> float:
@@ -211,6 +204,8 @@ def build(spec: TrainerSpec, group: Group, model_path: Path, *, value_head: bool
             params_dtype=bridge.dtype,
             bf16=bridge.dtype is torch.bfloat16,
             use_distributed_optimizer=spec.distributed_optimizer,
+            optimizer_cpu_offload=spec.optimizer_offload > 0.0,
+            optimizer_offload_fraction=spec.optimizer_offload,
         ),
         [chunk],
     )
@@ -234,7 +229,10 @@ def load_module(spec: TrainerSpec, group: Group, model_path: Path, *, value_head
         fault = (400, str(error))
     group.agree(fault)
     dtype = torch.bfloat16 if spec.dtype == "bfloat16" else torch.float32
-    bridge = bridge_class(hf_config.model_type, value_head)(hf_config, dtype=dtype, make_vocab_size_divisible_by=spec.tp)
+    parts = te if te.wanted(spec, group.device) else layers
+    bridge = bridge_class(hf_config.model_type, value_head, parts, torch.device(group.device.type))(
+        hf_config, dtype=dtype, make_vocab_size_divisible_by=spec.tp
+    )
     bridge.set_extra_args(sequence_parallel=spec.sequence_parallel, **_RECOMPUTE[spec.recompute])
     config = bridge.config
     config.calculate_per_token_loss = True
@@ -249,6 +247,7 @@ def load_module(spec: TrainerSpec, group: Group, model_path: Path, *, value_head
         if last:
             head = ValueHead(config)
             model.output_layer = head if has_value_head(model_path) else torch.nn.Identity()
+    model.to(group.device)
     for parameter in model.parameters():
         set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
     unmatched = _unmatched_tensors(bridge, model, model_path)
@@ -256,7 +255,7 @@ def load_module(spec: TrainerSpec, group: Group, model_path: Path, *, value_head
     with torch.no_grad():
         bridge.load_weights([model], str(model_path))
     if head is not None:
-        model.output_layer = head
+        model.output_layer = head.to(group.device)
         set_defaults_if_not_set_tensor_model_parallel_attributes(head.weight)
     return hf_config, bridge, model
 
@@ -288,12 +287,23 @@ def has_value_head(model_path: Path) -> bool:
     return VALUE_HEAD in SafeTensorIO(str(model_path)).load_hf_weight_names()
 
 
-def packing(padded_lengths: list[int], routes: torch.Tensor | None = None) -> PackedSeqParams:
-    """Positions restart in every sequence. `padded_lengths` are whole, not the context-parallel shares."""
+def packing(padded_lengths: list[int], cp_size: int = 1, routes: torch.Tensor | None = None) -> PackedSeqParams:
+    """Positions restart in every sequence. `padded_lengths` are whole, not the context-parallel shares.
+
+    To TransformerEngine's attention the padding is part of its sequence; for context-parallel ranks it asks for the padded lengths apart.
+    """
     ends = torch.tensor([0, *padded_lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     longest = max(padded_lengths)
     return moe.RoutedPacking(
-        qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=longest, max_seqlen_kv=longest, routes=routes
+        qkv_format="thd",
+        cu_seqlens_q=ends,
+        cu_seqlens_kv=ends,
+        cu_seqlens_q_padded=ends if cp_size > 1 else None,
+        cu_seqlens_kv_padded=ends if cp_size > 1 else None,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        lengths=tuple(padded_lengths),
+        routes=routes,
     )
 
 

@@ -110,5 +110,7 @@ def mlp_spec() -> ModuleSpec:
 class RoutedPacking(PackedSeqParams):
     """How a micro-batch is packed, and where its tokens go."""
 
+    lengths: tuple[int, ...] = ()
+    """whole and padded, of its sequences: as numbers, so that no layer has to fetch `cu_seqlens_q` from a GPU"""
     routes: torch.Tensor | None = None
     """[t, layers, k] int32, of all the model's layers; LIVE where nothing is known"""

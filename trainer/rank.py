@@ -23,9 +23,23 @@ from typing import Any
 import torch
 from pydantic import BaseModel
 
-from trainer import cpu
+from trainer import device
+from trainer.spec import TrainerSpec
 
-cpu.install()
+
+def _spec_by_hand() -> TrainerSpec:
+    parser = argparse.ArgumentParser(description="One rank of the trainer, with torchrun's environment variables.")
+    parser.add_argument("--spec", type=Path, required=True)
+    return TrainerSpec.read(parser.parse_args().spec)
+
+
+if __name__ == "__main__":
+    # The parent settles the device before it imports this; by hand, it is settled here, before Megatron comes in.
+    try:
+        spec_by_hand = _spec_by_hand()
+        device.install(device.choose(spec_by_hand), spec_by_hand.tp)
+    except ValueError as error:
+        sys.exit(f"trainer: {error}")
 
 from trainer import saving  # noqa: E402
 from trainer.export import write_buckets  # noqa: E402
@@ -35,7 +49,6 @@ from trainer.memory import Peaks  # noqa: E402
 from trainer.model import Model  # noqa: E402
 from trainer.models import begin, parts, policy_loss, resume  # noqa: E402
 from trainer.server import Command, Desk, Refusal, Server, build_app, listen  # noqa: E402
-from trainer.spec import TrainerSpec  # noqa: E402
 from trainer.step import Stepper  # noqa: E402
 from trainer.wire import (  # noqa: E402
     REQUESTS,
@@ -217,7 +230,7 @@ def follow(group: Group, rank: Rank) -> None:
 def run(spec: TrainerSpec, incarnation: int, listener: socket.socket | None = None, rendezvous_fd: int | None = None) -> None:
     """The whole life of a rank. Rank 0 listens on `listener`, or opens its own."""
     torch.set_num_threads(spec.threads_per_rank)
-    cpu.enter_mode()
+    computing_on = device.enter()
     started = time.perf_counter()
     group = Group(spec, rendezvous_fd)
     desk = Desk(incarnation=incarnation, world_size=group.size)
@@ -226,22 +239,17 @@ def run(spec: TrainerSpec, incarnation: int, listener: socket.socket | None = No
         listener = listener or listen(spec.host, spec.port)
         port = listener.getsockname()[1]
         print(
-            f"trainer: {group.size} ranks up in {time.perf_counter() - started:.2f} s, incarnation {incarnation}, port {port}", flush=True
+            f"trainer: {group.size} ranks up on {computing_on.type} in {time.perf_counter() - started:.2f} s, incarnation {incarnation}, "
+            f"port {port}",
+            flush=True,
         )
         lead(spec, group, rank, desk, listener)
     else:
         follow(group, rank)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="One rank of the trainer, with torchrun's environment variables.")
-    parser.add_argument("--spec", type=Path, required=True)
+if __name__ == "__main__":
     try:
-        spec = TrainerSpec.read(parser.parse_args().spec)
-        run(spec, spec.incarnation + int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
+        run(spec_by_hand, spec_by_hand.incarnation + int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
     except ValueError as error:
         sys.exit(f"trainer: {error}")
-
-
-if __name__ == "__main__":
-    main()

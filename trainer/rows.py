@@ -176,7 +176,7 @@ def pack(
     temperatures = np.array([r.temperature for r in rows], dtype=np.float32)
     return Pack(
         tokens=tokens.joined()[None],
-        packing=packing(padded_lengths, routes),
+        packing=packing(padded_lengths, cp_size, routes),
         at=at.joined(),
         target=target.joined(),
         temperature=torch.from_numpy(temperatures[row]),

@@ -89,7 +89,7 @@ def restore(spec: TrainerSpec, group: Group, model: Model, checkpoint: Checkpoin
 
 
 def restore_random_state(spec: TrainerSpec, group: Group, checkpoint: Checkpoint) -> None:
-    """Of the same layout; on another it stays as the seed made it."""
+    """Of the same layout and kind of device, for a GPU's generator has another state; else it stays as the seed made it."""
     if checkpoint.meta.layout != spec.layout:
         return
     fault = None
@@ -98,8 +98,10 @@ def restore_random_state(spec: TrainerSpec, group: Group, checkpoint: Checkpoint
     except (OSError, SafetensorError) as error:
         fault = (409, str(error))
     group.agree(fault)
-    torch.set_rng_state(states.pop("torch"))
-    get_cuda_rng_tracker().set_states(states)
+    torch_state, here = states.pop("torch"), get_cuda_rng_tracker().get_states()
+    if {name: state.shape for name, state in states.items()} == {name: state.shape for name, state in here.items()}:
+        torch.set_rng_state(torch_state)
+        get_cuda_rng_tracker().set_states(states)
 
 
 def _write_model(spec: TrainerSpec, group: Group, model: Model, directory: Path) -> int | None:

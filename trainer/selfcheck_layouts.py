@@ -44,6 +44,7 @@ from trainer.wire import MiniBatch, PlanRow, TrainRequest, WireRef  # noqa: E402
 LIMIT = 1e-5
 RANKS_S = 120.0
 VOCABULARY = 96
+METRICS = ("loss", "grad_norm", "clip_fraction", "entropy", "kl", "ratio_max", "tokens")
 _SPLIT = "a tensor- or pipeline-parallel rank sees the same tokens: the function has asked for something else than tokens and spec"
 LAYOUTS: dict[str, tuple[dict[str, int], str]] = {
     "one rank, in micro-batches of 3, last row first": ({}, COMPANY),
@@ -56,7 +57,7 @@ Arrays = dict[str, np.ndarray]
 
 
 def check(loss: LossSpec, count: int, seed: int, say: Callable[[str], None]) -> list[Finding]:
-    """Gradients and weights after a step, for each layout. Raises ValueError for a loss that cannot be trained with."""
+    """Gradients, weights and metrics after a step, for each layout. Raises ValueError for a loss that cannot be trained with."""
     # The reference is the model itself here: a real one has another vocabulary. A penalty on the reward is a critic's affair.
     kl = KLSpec() if loss.kl.where == "reward" else loss.kl.model_copy(update={"reference": None})
     loss = loss.model_copy(update={"kl": kl})
@@ -85,12 +86,12 @@ def check(loss: LossSpec, count: int, seed: int, say: Callable[[str], None]) -> 
 
 
 def error(found: Arrays, expected: Arrays) -> float:
-    """The largest difference in any tensor, relative to its largest element (or to a millionth of that of all, where it has none)."""
+    """The largest difference in any tensor, relative to its largest element; or to a part of that of all, where it is next to nothing."""
     assert found.keys() == expected.keys()
     worst = 0.0
-    for kind in ("gradients/", "weights/"):
+    for kind, part in (("gradients/", 1e-6), ("weights/", 1e-6), ("report/", 1e-2)):
         names = [name for name in expected if name.startswith(kind)]
-        floor = 1e-6 * max(float(np.abs(expected[name]).max()) for name in names)
+        floor = part * max(float(np.abs(expected[name]).max()) for name in names)
         for name in names:
             worst = max(worst, float(np.abs(found[name] - expected[name]).max()) / max(float(np.abs(expected[name]).max()), floor))
     return worst
@@ -111,7 +112,8 @@ def _workplace(loss: LossSpec, seed: int) -> Iterator[tuple[TrainerSpec, Embedde
                     port=0,
                     loss=loss,
                     # With a smaller eps Adam's first step is nearly the sign of the gradient, and any rounding flips the smallest of them.
-                    optimizer=OptimizerSpec(eps=1e-4),
+                    # A clip would hide the gradient's scale.
+                    optimizer=OptimizerSpec(eps=1e-4, grad_clip=0.0),
                 ),
                 store,
             )
@@ -234,6 +236,7 @@ def _rank(
         report = stepper.train(TrainRequest(batch_id=0, epoch=0, lr=1e-2, mini_batches=mini_batches))
         if report.skipped:
             raise ValueError(f"the step was skipped: {report.skipped}")
+        arrays |= {f"report/{name}": np.array(getattr(report, name)) for name in METRICS}
         arrays |= {f"weights/{name}": tensor.numpy().copy() for name, tensor in export.hf_tensors(model)}
         for parameter in model.chunk.parameters():
             parameter.data.copy_(parameter.main_grad)  # exported in their place; this process ends after it

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field, ValidationError, model_validator
 
-from trainer.layout import misplaced, uneven_experts
+from trainer.layout import misplaced, nothing_to_offload, uneven_experts
 from trainer.loss_spec import CriticSpec, LossSpec, Strict, check_critic
 from trainer.wire import problems_in_words
 
@@ -45,6 +45,12 @@ class TrainerSpec(Strict):
     routing_replay: bool = False
     """Whether tokens go to the experts that their row's `routed_experts` name."""
     seed: int = 0
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: CUDA where torch sees a GPU for every rank, else the CPU."""
+    transformer_engine: Literal["auto", "off"] = "auto"
+    """auto: its modules make up the layers where it is installed, on CUDA and in bfloat16; else, and with off, our own torch modules do."""
+    optimizer_offload: float = Field(0.0, ge=0.0, le=1.0)
+    """Which part of the optimizer's state is kept, and stepped, in the host's memory instead of the GPU's."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the weights and activations. The optimizer's weights and state, and the gradients' sum, are float32 always."""
     distributed_optimizer: bool = False
@@ -89,6 +95,8 @@ class TrainerSpec(Strict):
     @model_validator(mode="after")
     def _switches(self) -> TrainerSpec:
         if why := misplaced(self.tp, self.sequence_parallel, self.distributed_optimizer, self.optimizer.kind):
+            raise ValueError(why)
+        if why := nothing_to_offload(self.device, self.optimizer_offload):
             raise ValueError(why)
         return self
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from mbridge.core.util import unwrap_model
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from safetensors import SafetensorError, safe_open
@@ -31,16 +32,45 @@ SLOTS = {"adam": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
 
 
 @dataclass(frozen=True)
+class Inner:
+    """How torch's optimizer inside Megatron's keeps one tensor."""
+
+    stepped: torch.Tensor | None = None
+    """The tensor; or its copy in the host's memory, when its state is offloaded and it is stepped there."""
+    state: dict[str, Any] = field(default_factory=dict)
+    counter: dict[str, Any] = field(default_factory=dict)
+    """Where "step" is counted: in the state; or, by TransformerEngine's and Apex's Adam, in the group of parameters."""
+
+
+def inside(optimizer: Any) -> dict[torch.Tensor, Inner]:
+    """By the tensor that was given to it. With state offloaded it is one optimizer for the GPU and several for the CPU."""
+    hybrid = isinstance(optimizer, HybridDeviceOptimizer)
+    found = {}
+    for each in optimizer.sub_optimizers if hybrid else [optimizer]:
+        by_group = not isinstance(each, torch.optim.Adam | torch.optim.AdamW | torch.optim.SGD)
+        for group in each.param_groups:
+            for stepped in group["params"]:
+                given = optimizer.inner_param_to_orig_param[stepped] if hybrid else stepped
+                state = each.state[stepped]
+                found[given] = Inner(stepped, state, group if by_group else state)
+    return found
+
+
+@dataclass(frozen=True)
 class Held:
     """What the optimizer has of one parameter on this rank."""
 
     tensor: torch.Tensor | None
     """What it steps: the parameter, its fp32 copy, or `part` of either, flat. None: all parts are other ranks'."""
-    state: dict[str, torch.Tensor]
+    inner: Inner
     part: slice
     """Of the flat parameter."""
     group: Any
     """The ranks that have the other parts; None when there are none."""
+
+    @property
+    def state(self) -> dict[str, Any]:
+        return self.inner.state
 
     def value(self, slot: str) -> torch.Tensor | None:
         return self.tensor if slot == WEIGHTS else self.state.get(slot)
@@ -52,28 +82,29 @@ def held_parameters(optimizer: Any) -> dict[torch.nn.Parameter, Held]:
     for each in getattr(optimizer, "chained_optimizers", [optimizer]):
         if each.is_stub_optimizer:
             continue
+        inner = inside(each.optimizer)
         if isinstance(each, DistributedOptimizer):
             parameters = chain(*each.model_fp32_groups, *each.model_float16_groups)
             parts = chain(*each.shard_fp32_groups, *each.shard_fp32_from_float16_groups)
             for buffer in each.buffers:
-                found |= {parameter: Held(None, {}, slice(0, 0), each.data_parallel_group) for parameter in buffer.param_index_map}
+                found |= {parameter: Held(None, Inner(), slice(0, 0), each.data_parallel_group) for parameter in buffer.param_index_map}
             for parameter, tensor in zip(parameters, parts, strict=True):
                 place = each._get_model_param_range_map(parameter)["param"]
-                found[parameter] = Held(tensor, each.optimizer.state[tensor], slice(place.start, place.end), each.data_parallel_group)
+                found[parameter] = Held(tensor, inner[tensor], slice(place.start, place.end), each.data_parallel_group)
             continue
         pairs = [(parameter, parameter) for group in each.param_groups for parameter in group["params"]]
         if isinstance(each, Float16OptimizerWithFloat16Params):
             pairs = list(zip(chain(*each.float16_groups), chain(*each.fp32_from_float16_groups), strict=True))
             pairs += [(parameter, parameter) for parameter in chain(*each.fp32_from_fp32_groups)]
         for parameter, tensor in pairs:
-            found[parameter] = Held(tensor, each.optimizer.state[tensor], slice(0, parameter.numel()), None)
+            found[parameter] = Held(tensor, inner[tensor], slice(0, parameter.numel()), None)
     return found
 
 
 def steps_taken(model: Model) -> int | None:
     """How many steps the state is from: Adam's count, 0 where the kind keeps none; None before the first step. All ranks together."""
-    states = [held.state for held in held_parameters(model.optimizer).values() if held.state]
-    counts = {int(state.get("step", 0)) for state in states if any(slot in state for slots in SLOTS.values() for slot in slots)}
+    held = held_parameters(model.optimizer).values()
+    counts = {int(mine.inner.counter.get("step", 0)) for mine in held if any(slot in mine.state for slot in chain(*SLOTS.values()))}
     assert len(counts) < 2, f"parameters with different step counts: {counts}"
     count = torch.tensor(max(counts, default=-1))
     dist.all_reduce(count, op=dist.ReduceOp.MAX)  # with the distributed optimizer a rank may have no part of anything
@@ -98,21 +129,27 @@ def load_state(model: Model, directory: Path, slot: str) -> None:
             if slot == WEIGHTS:
                 mine.tensor.data.copy_(piece)
             else:
-                mine.state[slot] = piece.to(mine.tensor.device, copy=True)
+                assert mine.inner.stepped is not None
+                mine.state[slot] = piece.to(mine.inner.stepped.device, copy=True)
+        if slot == WEIGHTS and mine.inner.stepped is not mine.tensor:
+            assert mine.inner.stepped is not None and mine.tensor is not None
+            mine.inner.stepped.data.copy_(mine.tensor)
 
 
 def set_steps(model: Model, steps: int) -> None:
-    """Each parameter its own tensor: AdamW counts in place, and a shared one would count once a parameter."""
-    for mine in held_parameters(model.optimizer).values():
-        if "exp_avg" in mine.state:
-            mine.state["step"] = torch.tensor(float(steps))
+    """Each parameter its own tensor, beside it: AdamW counts in place, and a shared one would count once a parameter."""
+    for inner in (mine.inner for mine in held_parameters(model.optimizer).values()):
+        if "exp_avg" in inner.state:
+            assert inner.stepped is not None
+            own = inner.counter is inner.state
+            inner.counter["step"] = torch.tensor(float(steps), device=inner.stepped.device) if own else steps
 
 
 def _whole(parameter: torch.nn.Parameter, mine: Held, slot: str) -> torch.Tensor:
     value = mine.value(slot)
     if mine.group is None:
         assert value is not None
-        return value.detach().view(parameter.shape)
+        return value.detach().view(parameter.shape).to(parameter.device)
     flat = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
     if value is not None:
         flat[mine.part] = value.detach().view(-1)

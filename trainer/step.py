@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from trainer.device import tensor
 from trainer.forward import Forward, MicroBatches, every
 from trainer.group import Group
 from trainer.loss import Policy, Sums, Tokens, ValueTokens, denominator, loss_sums, units, value_sums
@@ -228,23 +229,23 @@ class Stepper:
     def _loss(self, count: Count, sampler: tuple[int, int] | None, rows: list[Row], packed: Pack, output: torch.Tensor) -> Any:
         """(loss over the global count, no count for Megatron to divide by, this micro-batch's sums)."""
         log_probs, entropy = self._forward.log_probs_and_entropy(packed, output)
-        own, row = packed.columns, packed.row
+        own, row, on = packed.columns, packed.row, self._group.device
         old = own.get("old", own["behaviour"])
         tokens = Tokens(
             log_probs=log_probs,
             behaviour=own["behaviour"],
             old=old,
-            advantage=own["advantage"] if "advantage" in own else torch.tensor([r.advantage for r in rows], dtype=torch.float32)[row],
+            advantage=own["advantage"] if "advantage" in own else tensor([r.advantage for r in rows], torch.float32, on)[row],
             weight=own["weight"] if "weight" in own else torch.ones_like(old),
             reference=own.get("reference", old),
             entropy=entropy,
-            counts=torch.tensor([self._counts(r) for r in rows], dtype=torch.bool)[row],
+            counts=tensor([self._counts(r) for r in rows], torch.bool, on)[row],
             row=row,
-            row_tokens=torch.tensor([len(r.trained) for r in rows], dtype=torch.int64),
-            sequence_tokens=torch.tensor([count.sequence_tokens[self._sequence(r)] for r in rows], dtype=torch.int64),
+            row_tokens=tensor([len(r.trained) for r in rows], torch.int64, on),
+            sequence_tokens=tensor([count.sequence_tokens[self._sequence(r)] for r in rows], torch.int64, on),
             sum_rows=self._forward.sum_rows,
         )
-        same = torch.tensor([r.sampled_by(sampler) for r in rows], dtype=torch.bool)[row]
+        same = tensor([r.sampled_by(sampler) for r in rows], torch.bool, on)[row]
         loss, sums = loss_sums(self._spec.loss, tokens, same, self._policy)
         return loss / count.divisor, torch.zeros((), dtype=torch.int), sums
 

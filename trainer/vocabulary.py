@@ -17,6 +17,8 @@ _NOWHERE = -1e30
 """The maximum over no logits. Not infinite: infinity less infinity is NaN."""
 _PIECE = 1 << 17
 """Logits at a time: two pieces are 1 MiB in float32."""
+_PIECE_ON_GPU = 1 << 28
+"""Nearly always all of them. No more, for a piece is there twice: 1 GiB in float32."""
 
 
 def token_log_probs(
@@ -46,8 +48,8 @@ class _TokenLogProbs(torch.autograd.Function):
         highest = logits.new_full((count,), _NOWHERE)
         sums = logits.new_zeros(3, count)
         total, weighted, hit = sums
-        scaled = not bool((temperature == 1.0).all())
-        for rows in _pieces(count, width) if real else ():
+        scaled = logits.is_cuda or not bool((temperature == 1.0).all())  # a GPU would have to be waited for to know
+        for rows in _pieces(logits) if real else ():
             piece = logits[rows, :real]
             if scaled:
                 piece.div_(temperature[rows, None])
@@ -84,7 +86,7 @@ class _TokenLogProbs(torch.autograd.Function):
         toward = gradients[0] / temperature
         if ctx.steered:
             flatten = gradients[1] / temperature
-            for rows in _pieces(*weights.shape):
+            for rows in _pieces(weights):
                 probability = weights[rows] * share[rows, None]
                 slope = torch.special.xlogy(probability, probability).add_(probability * entropy[rows, None])
                 weights[rows] = -probability * toward[rows, None] - slope * flatten[rows, None]
@@ -95,6 +97,7 @@ class _TokenLogProbs(torch.autograd.Function):
         return weights, None, None, None, None, None
 
 
-def _pieces(count: int, width: int) -> Iterator[slice]:
-    step = max(1, _PIECE // max(width, 1))
+def _pieces(logits: torch.Tensor) -> Iterator[slice]:
+    count, width = logits.shape
+    step = max(1, (_PIECE_ON_GPU if logits.is_cuda else _PIECE) // max(width, 1))
     return (slice(start, start + step) for start in range(0, count, step))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rollout.engine.scheduler import Scheduler
 from rollout.engine.weights import checksums, copy_stored_weights, load_checkpoint
@@ -87,9 +88,7 @@ class Control:
         if "kv_cache" in tags:
             self.scheduler.cache.allocate()
 
-    def begin_update(self, selector: str) -> Outcome:
-        if selector not in ("all", "target", "draft"):
-            raise _fatal(f"invalid selector {selector!r}; expected 'target', 'draft', or 'all'")
+    def begin_update(self) -> Outcome:
         if self.session_open:
             return Outcome(False, "a weight-update session is already open; call end_weight_update() first")
         self.session_open = True
@@ -117,6 +116,12 @@ class Control:
             log.error("update_weights_from_tensor refused, nothing was copied: %s", error)
             return Outcome(False, str(error))
         return self._updated("Success", flush_cache, weight_version)
+
+    def update_from_group(self, group_name: str) -> Outcome:
+        """This engine joins no process groups, so it answers as a server without any."""
+        if not self.session_open:
+            return Outcome(False, "update_weights_from_distributed must run between begin_weight_update() and end_weight_update()")
+        return Outcome(False, f"Failed to receive weights: Group {group_name} not in []. Please call `init_weights_update_group` first.")
 
     def update_from_disk(self, model_path: str, flush_cache: bool, weight_version: str | None) -> Outcome:
         try:
@@ -146,8 +151,16 @@ class Control:
     def set_version(self, version: str) -> None:
         self.scheduler.weight_version = version
 
-    def checksums(self) -> dict[str, str]:
-        return checksums(self.scheduler.model)
+    def checksums(self, skipped: list[str]) -> dict[str, str]:
+        """Of all weights but those whose name holds one of the `skipped` strings."""
+        return {name: value for name, value in checksums(self.scheduler.model).items() if not any(part in name for part in skipped)}
+
+    def weight(self, name: str, rows: int) -> list[Any]:
+        """The first rows of a weight, as numbers. ValueError where SGLang has none to give: its Qwen models lack the method."""
+        model = self.scheduler.model
+        if model.config.architecture != "LlamaForCausalLM" or name not in model.weights:
+            raise ValueError("Get parameter by name failed")
+        return model.weights[name][:rows].float().tolist()
 
 
 def _fatal(call: str) -> Fatal:

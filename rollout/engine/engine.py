@@ -54,7 +54,7 @@ class Engine:
         self.context_length = settings.context_length or config.max_positions
         self.model_path = str(settings.model_path)
         self.weight_version = settings.weight_version
-        self.started_s = time.time()
+        began_s = time.monotonic()
         self.gate = Gate()
         self.ended = asyncio.Event()
         self._live: dict[str, Request] = {}
@@ -64,6 +64,7 @@ class Engine:
         load_checkpoint(model, settings.model_path)
         self.scheduler = Scheduler(model, settings, self.context_length, self._text, self._announce, self._loop_failed)
         self.control = Control(self.scheduler)
+        self.startup_s = time.monotonic() - began_s
         self.limits = protocol.Limits(
             vocab_size=config.vocab_size,
             context_length=self.context_length,

@@ -13,6 +13,10 @@ from rollout.engine.weights import overall_checksum
 
 SGLANG_VERSION = "0.5.23"  # whose API this is
 LOAD_SECTIONS = {"core", "memory", "spec", "lora", "disagg", "queues", "all"}
+NO_DISAGGREGATION = (
+    *("prefill_bootstrap_queue_reqs", "prefill_inflight_queue_reqs", "decode_prealloc_queue_reqs", "decode_transfer_queue_reqs"),
+    *("decode_retracted_queue_reqs", "kv_transfer_speed_gb_s", "kv_transfer_latency_ms"),
+)
 GB = 1e9
 
 
@@ -32,13 +36,14 @@ def model_info(engine: Engine) -> dict[str, Any]:
         "has_audio_understanding": False,
         "model_type": engine.config.model_type,
         "architectures": [engine.config.architecture],
+        "embedding": {"enabled": False},
     }
 
 
 def server_info(engine: Engine) -> dict[str, Any]:
     """The flags the engine started with (secrets apart), as SGLang flattens them; `weight_version` here is the one of the start."""
     settings = engine.settings
-    scheduler = engine.scheduler
+    scheduler, memory = engine.scheduler, _memory(engine)
     flags = asdict(settings) | {
         "model_path": str(settings.model_path),
         "api_key": bool(settings.api_key),
@@ -51,15 +56,26 @@ def server_info(engine: Engine) -> dict[str, Any]:
         "tp_size": 1,
         "dp_size": 1,
         "pp_size": 1,
+        "ep_size": 1,
         "device": "cpu",
+        "enable_memory_saver": False,
+        "enable_return_routed_experts": False,
+        "speculative_algorithm": None,
+        "disaggregation_mode": "null",
+        "status": "ready",
         "max_total_num_tokens": scheduler.max_total_tokens,
         "max_req_input_len": scheduler.max_prompt,
-        "startup_time": engine.started_s,
+        "startup_time": {"scheduler_e2e": engine.startup_s},
         "internal_states": [
             {
                 "effective_max_running_requests_per_dp": settings.max_running_requests,
                 "last_gen_throughput": scheduler.loads.get("tokens_per_s", 0.0),
-                "memory_usage": _memory(engine),
+                "memory_usage": {
+                    "weight": memory["weight_gb"],
+                    "kvcache": memory["kv_cache_gb"],
+                    "token_capacity": memory["token_capacity"],
+                    "graph": {},
+                },
                 "world_size": 1,
             }
         ],
@@ -68,7 +84,7 @@ def server_info(engine: Engine) -> dict[str, Any]:
     }
 
 
-def loads(engine: Engine, include: str | None) -> dict[str, Any]:
+def loads(engine: Engine, include: str | None, dp_rank: int | None = None) -> dict[str, Any]:
     """ValueError for a section that does not exist."""
     sections = {part.strip() for part in include.split(",")} if include else {"all"}
     strange = sorted(sections - LOAD_SECTIONS)
@@ -84,12 +100,16 @@ def loads(engine: Engine, include: str | None) -> dict[str, Any]:
         "num_used_tokens": seen.get("used_tokens", 0),
         "num_total_tokens": seen.get("used_tokens", 0) + seen.get("waiting_tokens", 0),
         "num_active_tokens": seen.get("used_tokens", 0),
+        "num_prealloc_ready_tokens": 0,
         "max_total_num_tokens": most,
         "max_running_requests": engine.settings.max_running_requests,
         "token_usage": round(seen.get("used_tokens", 0) / most, 4),
         "gen_throughput": round(seen.get("tokens_per_s", 0.0), 2),
         "cache_hit_rate": 0.0,
         "utilization": round(seen.get("reserved_tokens", 0) / most, 4),
+        "total_prefill_uncached_tokens": seen.get("prefilled_tokens", 0),
+        "total_prefill_busy_us": 0,
+        "decode_moments": [0.0] * 6,
     }
     if sections & {"all", "memory"}:
         load["memory"] = _memory(engine)
@@ -102,8 +122,9 @@ def loads(engine: Engine, include: str | None) -> dict[str, Any]:
             "prealloc_ready": 0,
         }
     if sections & {"all", "disagg"}:
-        load["disaggregation"] = {"mode": "null"}
-    return {"timestamp": now, "version": SGLANG_VERSION, "accelerator": None, "num_accelerators": 1, "loads": [load]}
+        load["disaggregation"] = {"mode": "null"} | dict.fromkeys(NO_DISAGGREGATION, 0)
+    ranks = [load] if dp_rank in (None, 0) else []
+    return {"timestamp": now, "version": SGLANG_VERSION, "accelerator": None, "num_accelerators": 1, "loads": ranks}
 
 
 def _memory(engine: Engine) -> dict[str, Any]:

@@ -20,19 +20,19 @@ MOST_STOPS = 32
 
 
 class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """`sampling_params`. Null means the default everywhere."""
+    """`sampling_params`. Null means the default everywhere. Whole numbers stay whole, for messages repeat what was sent."""
 
     max_new_tokens: int | None = 128
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     stop_regex: str | list[str] | None = None
-    temperature: float | None = 1.0
-    top_p: float | None = 1.0
+    temperature: int | float | None = 1.0
+    top_p: int | float | None = 1.0
     top_k: int | None = -1
-    min_p: float | None = 0.0
-    frequency_penalty: float | None = 0.0
-    presence_penalty: float | None = 0.0
-    repetition_penalty: float | None = 1.0
+    min_p: int | float | None = 0.0
+    frequency_penalty: int | float | None = 0.0
+    presence_penalty: int | float | None = 0.0
+    repetition_penalty: int | float | None = 1.0
     min_new_tokens: int | None = 0
     n: int | None = 1
     json_schema: str | None = None
@@ -58,7 +58,7 @@ class GenerateBody(msgspec.Struct, kw_only=True):
     rid: str | list[str] | None = None
     text: str | list[str] | None = None
     input_ids: list[int | list[int]] | None = None
-    stream: bool | None = False
+    stream: bool = False
     sampling_params: SamplingParams | list[SamplingParams] | None = None
     return_logprob: bool | list[bool] | None = False
     logprob_start_len: int | list[int] | None = -1
@@ -74,6 +74,10 @@ class GenerateBody(msgspec.Struct, kw_only=True):
     image_data: Any = None
     session_params: Any = None
     custom_logit_processor: Any = None
+
+    def __post_init__(self) -> None:
+        if self.input_ids and len({isinstance(entry, list) for entry in self.input_ids}) == 2:
+            raise ValueError("input_ids holds token ids and lists of them; send either")  # a ValidationError of the decoder's
 
 
 class PauseBody(msgspec.Struct):
@@ -94,7 +98,7 @@ class MemoryBody(msgspec.Struct):
 
 
 class BeginBody(msgspec.Struct):
-    selector: str = "all"
+    selector: Literal["all", "target", "draft"] = "all"
 
 
 class EndBody(msgspec.Struct):
@@ -116,6 +120,31 @@ class DiskUpdateBody(msgspec.Struct):
     weight_version: str | None = None
 
 
+class DistributedUpdateBody(msgspec.Struct):
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+    group_name: str = "weight_update_group"
+
+
+class GroupBody(msgspec.Struct):
+    master_address: str
+    master_port: int
+    rank_offset: int
+    world_size: int
+    group_name: str = "weight_update_group"
+    backend: str = "nccl"
+
+
+class DestroyGroupBody(msgspec.Struct):
+    group_name: str = "weight_update_group"
+
+
+class NameBody(msgspec.Struct):
+    name: str
+    truncate_size: int = 100
+
+
 class VersionBody(msgspec.Struct):
     new_version: str
     abort_all_requests: bool = True
@@ -123,10 +152,11 @@ class VersionBody(msgspec.Struct):
 
 class CheckerBody(msgspec.Struct):
     action: str = "checksum"
+    skip_tensor_list: list[str] | None = None
 
 
 class SlowDownBody(msgspec.Struct):
-    forward_sleep_time: float | None = None
+    forward_sleep_time: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,17 +172,27 @@ class Limits:
     has_text: bool
 
 
-def unknown_sampling_key(error: msgspec.ValidationError) -> str | None:
-    """The message for an unknown sampling parameter, or None if the error is another one."""
-    text = str(error)
-    if "unknown field `" not in text:
-        return None
-    key = text.split("unknown field `", 1)[1].split("`", 1)[0]
-    return f"unknown field `{key}`, expected one of " + ", ".join(f"`{field}`" for field in SamplingParams.__struct_fields__)
-
-
 def split_batch(body: GenerateBody) -> tuple[list[GenerateBody], bool]:
-    """One body a request, and whether the answer is a list. ValueError when lists do not fit together."""
+    """One body a request, and whether the answer is a list: for a batch, and for n > 1. ValueError when lists do not fit together."""
+    bodies, batch = _each_prompt(body)
+    counts = {_samples(one) for one in bodies}
+    if len(counts) > 1:
+        raise ValueError("The parallel_sample_num should be the same for all samples in sample params.")
+    count = counts.pop()
+    if count == 1:
+        return bodies, batch
+    # The samples of one prompt have ids of their own: nobody can abort them by the caller's.
+    return [msgspec.structs.replace(one, rid=None) for one in bodies for _ in range(count)], True
+
+
+def _samples(body: GenerateBody) -> int:
+    params = body.sampling_params
+    return max(1, params.n or 1) if isinstance(params, SamplingParams) else 1
+
+
+def _each_prompt(body: GenerateBody) -> tuple[list[GenerateBody], bool]:
+    if body.input_ids is not None and not body.input_ids:
+        raise ValueError("input_ids cannot be empty.")
     batch = body.input_ids if body.input_ids and isinstance(body.input_ids[0], list) else body.text if isinstance(body.text, list) else None
     if batch is None:
         if isinstance(body.rid, list):
@@ -168,6 +208,8 @@ def split_batch(body: GenerateBody) -> tuple[list[GenerateBody], bool]:
             raise ValueError(f"{name} has {len(value)} entries for a batch of {size} prompts; give one for all, or one each")
         return value
 
+    if isinstance(body.rid, list) and len(body.rid) != size:
+        raise ValueError("The specified rids length mismatch with the batch_size for batch processing.")
     rids = [f"{body.rid}_{index}" for index in range(size)] if isinstance(body.rid, str) else each("rid")
     if body.rid is not None and len(set(rids)) != size:
         raise ValueError(f"Duplicate request IDs detected within the request: {sorted({rid for rid in rids if rids.count(rid) > 1})}")
@@ -198,62 +240,78 @@ def complete(request: Request, body: GenerateBody, input_ids: list[Any], limits:
     """Check the prompt and the parameters against the model. ValueError, in SGLang's words where clients know them."""
     length, context = len(input_ids), limits.context_length
     if not input_ids:
-        raise ValueError("the prompt is empty; send at least one token")
+        raise ValueError("the prompt is empty, and a real SGLang 0.5.23 dies of it; send at least one token")
+    if request.logprob_start_len < -1:
+        raise ValueError(f"logprob_start_len is {request.logprob_start_len}, and a real SGLang 0.5.23 dies of it; send -1 or more")
     if length >= context:
         raise ValueError(f"The input ({length} tokens) is longer than the model's context length ({context} tokens).")
     params = body.sampling_params
     params = params if isinstance(params, SamplingParams) else SamplingParams()
     if params.max_new_tokens is not None and length + params.max_new_tokens > context and body.sampling_params is not None:
         raise ValueError(
-            f"Requested token count exceeds the model's maximum context length of {context} tokens: "
-            f"{length} of the prompt and {params.max_new_tokens} new ones. Ask for less."
+            f"Requested token count exceeds the model's maximum context length of {context} tokens. You requested a total of "
+            f"{length + params.max_new_tokens} tokens: {length} tokens from the input messages and {params.max_new_tokens} tokens for the "
+            "completion. Please reduce the number of tokens in the input messages or the completion to fit within the limit."
         )
     if length >= limits.max_prompt:
         raise ValueError(
-            f"Input length ({length} tokens) exceeds the maximum allowed length ({limits.max_prompt} tokens). Use a shorter input."
+            f"Input length ({length} tokens) exceeds the maximum allowed length ({limits.max_prompt} tokens). "
+            "Use a shorter input or enable --allow-auto-truncate."
         )
-    strange = next((token for token in input_ids if not isinstance(token, int) or not 0 <= token < limits.vocab_size), None)
+    strange = next((token for token in input_ids if not 0 <= token < limits.vocab_size), None)
     if strange is not None:
-        # A real SGLang dies of an index out of the embedding.
-        raise ValueError(f"input_ids holds {strange!r}, which is no token id of this model (0 to {limits.vocab_size - 1})")
+        raise ValueError(
+            f"input_ids holds {strange!r}, which is no token id of this model (0 to {limits.vocab_size - 1}); "
+            "a real SGLang 0.5.23 dies of it"
+        )
     if request.logprob_start_len > length:
         raise ValueError(
-            f"logprob_start_len {request.logprob_start_len} is higher than the number of input tokens {length}; use a smaller one"
+            f"req.logprob_start_len={request.logprob_start_len} is higher than the number of input tokens "
+            f"len(req.origin_input_ids)={length}. Please use a smaller logprob_start_len."
         )
-    _refuse_unknown(body, params)
     request.input_ids = input_ids
     request.sampling = check_sampling(params, limits, room=max(0, limits.max_sequence - length - 1))
+    _refuse_unknown(body, params)
 
 
 def check_sampling(params: SamplingParams, limits: Limits, room: int) -> Sampling:
-    """Defaults for nulls, SGLang's ranges, and at most `room` new tokens."""
+    """Defaults for nulls, SGLang's ranges in SGLang's order, and at most `room` new tokens."""
     temperature = 1.0 if params.temperature is None else params.temperature
     top_p = 1.0 if params.top_p is None else params.top_p
     top_k = -1 if params.top_k is None else params.top_k
     min_p = params.min_p or 0.0
-    most = room if params.max_new_tokens is None else params.max_new_tokens
+    frequency, presence = params.frequency_penalty or 0.0, params.presence_penalty or 0.0
+    repetition = 1.0 if params.repetition_penalty is None else params.repetition_penalty
+    least, most = params.min_new_tokens or 0, room if params.max_new_tokens is None else params.max_new_tokens
     stops = (params.stop,) if isinstance(params.stop, str) else tuple(params.stop or ())
+    strange_bias = next((key for key in params.logit_bias or {} if not 0 <= int(key) < limits.vocab_size), None)
+    if 0.0 <= temperature < SAMPLING_EPSILON:
+        temperature, top_k = 1.0, GREEDY_TOP_K
     checks = (
         (0.0 <= temperature < float("inf"), f"temperature must be a non-negative finite number, got {temperature}."),
         (0.0 < top_p <= 1.0, f"top_p must be in (0, 1], got {top_p}."),
         (0.0 <= min_p <= 1.0, f"min_p must be in [0, 1], got {min_p}."),
         (top_k == -1 or top_k >= 1, f"top_k must be -1 (disable) or at least 1, got {top_k}."),
+        (-2.0 <= frequency <= 2.0, f"frequency_penalty must be in [-2, 2], got {frequency}."),
+        (-2.0 <= presence <= 2.0, f"presence_penalty must be in [-2, 2], got {presence}."),
+        (0.0 < repetition <= 2.0, f"repetition_penalty must be in (0, 2] (1.0 = no penalty), got {repetition}."),
+        (least >= 0, f"min_new_tokens must be in [0, max_new_tokens], got {least}."),
         (most >= 0, f"max_new_tokens must be at least 0, got {most}."),
+        (least <= most, f"min_new_tokens must be in [0, max_new_tokens({most})], got {least}."),
+        (strange_bias is None, f"logit_bias must has keys in [0, {limits.vocab_size - 1}], got {strange_bias}."),
         (-(2**63) <= (params.sampling_seed or 0) < 2**63, f"sampling_seed must be in [-2**63, 2**63 - 1], got {params.sampling_seed}."),
-        (len(stops) <= MOST_STOPS and all(stops), f"stop takes at most {MOST_STOPS} strings, none of them empty."),
+        (len(stops) <= MOST_STOPS, f"at most {MOST_STOPS} stop strings are allowed, got {len(stops)}"),
         (not stops or limits.has_text, "stop strings need a tokenizer, and this engine runs without one; use stop_token_ids."),
     )
     for holds, message in checks:
         if not holds:
             raise ValueError(message)
-    if temperature < SAMPLING_EPSILON:
-        temperature, top_k = 1.0, GREEDY_TOP_K
     return Sampling(
         max_new_tokens=min(most, room),
-        temperature=temperature,
-        top_p=top_p,
+        temperature=float(temperature),
+        top_p=float(top_p),
         top_k=ALL_TOP_K if top_k == -1 else top_k,
-        min_p=min_p,
+        min_p=float(min_p),
         stop_token_ids=frozenset(params.stop_token_ids or ()),
         stop=stops,
         ignore_eos=bool(params.ignore_eos),
@@ -266,7 +324,6 @@ def check_sampling(params: SamplingParams, limits: Limits, room: int) -> Samplin
 
 def _refuse_unknown(body: GenerateBody, params: SamplingParams) -> None:
     asked = {
-        "n": params.n not in (None, 1),
         "beam_width": params.beam_width not in (None, 1),
         "min_new_tokens": bool(params.min_new_tokens),
         "frequency_penalty": bool(params.frequency_penalty),
@@ -289,5 +346,4 @@ def _refuse_unknown(body: GenerateBody, params: SamplingParams) -> None:
         asked[name] = bool(getattr(body, name))
     for name, wanted in asked.items():
         if wanted:
-            remedy = "send n requests" if name == "n" else "leave it out, or use an SGLang server"
-            raise ValueError(f"the embedded engine does not do {name}: {remedy}")
+            raise ValueError(f"the embedded engine does not do {name}: leave it out, or use an SGLang server")

@@ -34,7 +34,7 @@ def build_reply(request: Request, weight_version: str, text: Text | None, sent: 
             "num_retractions": request.num_retractions,
             "reasoning_tokens": 0,
             "cached_tokens": 0,
-            "cached_tokens_details": {"device": 0, "host": 0},
+            "cached_tokens_details": None,
             "dp_rank": None,
         }
     meta["completion_tokens"] = visible
@@ -44,7 +44,8 @@ def build_reply(request: Request, weight_version: str, text: Text | None, sent: 
         meta["weight_versions"] = spans = _spans(request, visible, weight_version)
         meta["weight_version"] = spans[-1]["version"]
         meta["e2e_latency"] = time.perf_counter() - request.created_s
-        meta["response_sent_to_client_ts"] = time.time()
+        if not request.stream:
+            meta["response_sent_to_client_ts"] = time.time()
     reply: dict[str, Any] = {"output_ids": request.output_ids[start:visible], "meta_info": meta}
     if text is not None:
         reply["text"] = _text(request, visible, finish, text, sent)
@@ -69,7 +70,7 @@ def _logprobs(request: Request, start: int, visible: int) -> dict[str, Any]:
 
 def _spans(request: Request, visible: int, weight_version: str) -> list[dict[str, Any]]:
     """[start, end) over the output for each version; one empty span when there is no output."""
-    spans = request.spans or [(weight_version, 0)]
+    spans = [span for span in request.spans if span[1] < visible] or [(weight_version, 0)]
     ends = [start for _, start in spans[1:]] + [visible]
     return [{"version": version, "start": start, "end": end} for (version, start), end in zip(spans, ends, strict=True)]
 

@@ -100,6 +100,10 @@ class Request:
         self.show()
         self.finish = finish
 
+    def end_unseen(self, finish: dict[str, Any]) -> None:
+        """As what the client may see already: nothing newer is shown."""
+        self.finish = finish
+
 
 def finish_stop(matched: int | str) -> dict[str, Any]:
     return {"type": "stop", "matched": matched}

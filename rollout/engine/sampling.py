@@ -114,15 +114,15 @@ def _pairs(values: list[float], ids: list[int], count: int) -> list[LogProb]:
 def record_input_logprobs(request: Request, hidden: Tensor, head: Callable[[Tensor], Tensor]) -> None:
     """Log-probs of the prompt from `logprob_start_len` on; `hidden` [prompt length, hidden], `head` maps hidden to logits.
 
-    They are of the temperature-scaled distribution, like those of the output: a canary is verified by comparing both with the
-    trainer's, which divides by the row's temperature. The first is null, whatever the start: SGLang gives it no context.
+    They are of the plain distribution, whatever the temperature: SGLang scales only what is sampled. The first is null, whatever the
+    start: SGLang gives it no context.
     """
     start, targets = request.logprob_start_len, request.input_ids[request.logprob_start_len + 1 :]
     found: list[LogProb] = [[None, request.input_ids[start], None]]
     tops: list[list[LogProb] | None] = [None]
     contexts = hidden[start : len(request.input_ids) - 1]
     for step in range(0, len(targets), PIECE_ROWS):
-        logprobs = torch.log_softmax(head(contexts[step : step + PIECE_ROWS]) / request.sampling.temperature, dim=-1)
+        logprobs = torch.log_softmax(head(contexts[step : step + PIECE_ROWS]), dim=-1)
         wanted = targets[step : step + PIECE_ROWS]
         chosen = logprobs.gather(1, torch.tensor(wanted).unsqueeze(1)).squeeze(1).tolist()
         found += [[value, token, None] for value, token in zip(chosen, wanted, strict=True)]

@@ -45,6 +45,8 @@ T = TypeVar("T")
 # Tokens, with padding, of one prefill. It bounds how long running requests and control calls wait for it.
 PREFILL_TOKENS = 4096
 ENDED_LATER_S = 0.5
+# How often the tokens of an unstreamed answer leave the loop, as in SGLang: an abort in the queue has none that are newer.
+SHOWN_EVERY = 50
 
 
 class Scheduler:
@@ -72,6 +74,7 @@ class Scheduler:
         self.paused = False
         self.forward_sleep_s = 0.0
         self.generated_tokens = 0
+        self.prefilled_tokens = 0
         self.loads: dict[str, Any] = {}
         self._text = text
         self._deliver = deliver
@@ -170,7 +173,7 @@ class Scheduler:
         ended = [request for request in self.waiting if request in hit]
         self.waiting = deque(request for request in self.waiting if request not in hit)
         for request in ended:
-            request.end(finish_aborted_waiting())
+            request.end_unseen(finish_aborted_waiting())
         for request in self.running:
             # It ends after its next token, as in SGLang, so in a pause it does not end at all.
             request.aborting |= request in hit
@@ -210,6 +213,7 @@ class Scheduler:
         assert self.cache.data is not None
         first = len(self.running)
         self.running += admitted
+        self.prefilled_tokens += sum(request.length for request in admitted)
         self._sleep()
         rows = range(first, len(self.running))
         if self.settings.deterministic:
@@ -263,6 +267,9 @@ class Scheduler:
                 request.end(finish)
                 ended.append(row)
                 news.append(request)
+            elif not request.stream:
+                if len(request.output_ids) % SHOWN_EVERY == 0:
+                    request.show()
             elif self._may_show(request):
                 request.show()
                 news.append(request)
@@ -296,9 +303,9 @@ class Scheduler:
         return self._text is not None and token == self._text.eos_id
 
     def _may_show(self, request: Request) -> bool:
-        """Streamed, with enough unseen tokens (the first is shown at once), and not at what may be the start of a stop string."""
+        """With enough unseen tokens (the first is shown at once), and not at what may be the start of a stop string."""
         unseen = len(request.output_ids) - request.visible
-        if not request.stream or (request.visible > 0 and unseen < request.sampling.stream_interval):
+        if request.visible > 0 and unseen < request.sampling.stream_interval:
             return False
         stops = request.sampling.stop
         return not (stops and self._text is not None and self._text.may_start_stop(request.output_ids, stops))
@@ -328,6 +335,7 @@ class Scheduler:
             "waiting_tokens": sum(request.length for request in self.waiting),
             "used_tokens": used,
             "reserved_tokens": sum(self._reservation(request) for request in self.running),
+            "prefilled_tokens": self.prefilled_tokens,
             "retracted": sum(request.num_retractions > 0 for request in self.waiting),
             "tokens_per_s": self._rate.update(self.generated_tokens),
         }

@@ -20,9 +20,10 @@ from aiohttp.http_parser import RawRequestMessage
 from aiohttp.web_request import BaseRequest
 
 from rollout.engine import info, protocol
+from rollout.engine.contract import contract_error
 from rollout.engine.control import Fatal, Outcome
 from rollout.engine.engine import Engine, RequestFailed
-from rollout.engine.protocol import GenerateBody
+from rollout.engine.protocol import GenerateBody, SamplingParams
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +62,10 @@ class Server:
             ("/update_weights_from_tensor", "POST", True, self._update_from_tensor),
             ("/update_weights_from_disk", "POST", True, self._update_from_disk),
             ("/update_weight_version", "POST", True, self._update_version),
+            ("/update_weights_from_distributed", "POST", True, self._update_from_group),
+            ("/init_weights_update_group", "POST", True, self._init_group),
+            ("/destroy_weights_update_group", "POST", True, self._destroy_group),
+            ("/get_weights_by_name", "GET POST", True, self._weight),
             ("/weights_checker", "GET POST", True, self._checker),
             ("/slow_down", "GET POST", True, self._slow_down),
         ):
@@ -114,22 +119,25 @@ class Server:
     # Generation.
 
     async def _generate(self, request: BaseRequest) -> web.StreamResponse:
+        raw = await request.read()
         try:
-            body = self._generate_decoder.decode(await request.read())
+            body = self._generate_decoder.decode(raw)
         except msgspec.ValidationError as error:
-            return _json({"error": protocol.unknown_sampling_key(error) or str(error)}, 400)
-        bodies, batch = protocol.split_batch(body)
+            told = contract_error(error, orjson.loads(raw), SamplingParams.__struct_fields__)
+            return _invalid(str(error)) if told is None else _json({"error": told}, 400)
         if body.stream:
-            return await self._stream(request, bodies, batch)
+            return await self._stream(request, body)
+        bodies, batch = protocol.split_batch(body)
         async with self.engine.admitted(bodies) as requests:
             replies = await asyncio.gather(*(self.engine.last_reply(one) for one in requests))
         return _json(replies if batch else replies[0])
 
-    async def _stream(self, request: BaseRequest, bodies: list[GenerateBody], batch: bool) -> web.StreamResponse:
+    async def _stream(self, request: BaseRequest, body: GenerateBody) -> web.StreamResponse:
         """Server-sent events. What is wrong with the request is an event too: the headers say 200 before anything is checked."""
         response = web.StreamResponse(headers={"content-type": "text/event-stream; charset=utf-8"})
         await response.prepare(request)
         try:
+            bodies, batch = protocol.split_batch(body)
             async with self.engine.admitted(bodies) as requests:
                 if batch:
                     await asyncio.gather(*(self._send(response, one, index) for index, one in enumerate(requests)))
@@ -159,10 +167,15 @@ class Server:
         return _json(info.server_info(self.engine))
 
     async def _loads(self, request: BaseRequest) -> web.Response:
+        rank, form = request.query.get("dp_rank"), request.query.get("format", "json")
+        if rank is not None and not rank.lstrip("-").isdecimal():
+            return _invalid(f"dp_rank must be a whole number, got {rank!r}")
+        if form == "prometheus":
+            return _refused(ValueError("the embedded engine gives its loads as JSON only; leave out format=prometheus"))
         try:
-            return _json(info.loads(self.engine, request.query.get("include")))
-        except ValueError as error:
-            return _json(_envelope(str(error), "400", 400), 400)
+            return _json(info.loads(self.engine, request.query.get("include"), None if rank is None else int(rank)))
+        except ValueError:
+            return web.Response(text="Internal Server Error", status=500)  # SGLang's answer to a section it does not know
 
     async def _health(self, request: BaseRequest) -> web.Response:
         """At once, like a server with SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=0: alive is one question, making tokens another."""
@@ -177,9 +190,16 @@ class Server:
     async def _checker(self, request: BaseRequest) -> web.Response:
         raw = await request.read()
         body = msgspec.json.decode(raw, type=protocol.CheckerBody) if raw else protocol.CheckerBody()
-        if body.action != "checksum":
+        if body.action in ("snapshot", "reset_tensors", "compare"):
             return _outcome(Outcome(False, f"action {body.action!r}: the embedded engine does only checksum"))
-        return _json(info.checksum_report(await self.engine.call(self.engine.control.checksums)))
+        if body.action != "checksum":
+            return _outcome(Outcome(False, f"Unsupported action={body.action!r}"))
+        skipped = body.skip_tensor_list or []
+        return _json(info.checksum_report(await self.engine.call(lambda: self.engine.control.checksums(skipped))))
+
+    async def _weight(self, request: BaseRequest) -> web.Response:
+        body = await _body(request, protocol.NameBody)
+        return _json(await self.engine.call(lambda: self.engine.control.weight(body.name, body.truncate_size)))
 
     # The operator's calls.
 
@@ -217,8 +237,8 @@ class Server:
         return _json(None)
 
     async def _begin(self, request: BaseRequest) -> web.Response:
-        body = await _body(request, protocol.BeginBody)
-        return _outcome(await self.engine.call(lambda: self.engine.control.begin_update(body.selector)))
+        await _body(request, protocol.BeginBody)
+        return _outcome(await self.engine.call(lambda: self.engine.control.begin_update()))
 
     async def _end(self, request: BaseRequest) -> web.Response:
         await _body(request, protocol.EndBody)
@@ -243,6 +263,18 @@ class Server:
         return _outcome(
             await self.engine.update_weights(update, body.weight_version, body.abort_all_requests, body.model_path), num_paused_requests=0
         )
+
+    async def _update_from_group(self, request: BaseRequest) -> web.Response:
+        body = await _body(request, protocol.DistributedUpdateBody)
+        return _outcome(await self.engine.call(lambda: self.engine.control.update_from_group(body.group_name)))
+
+    async def _init_group(self, request: BaseRequest) -> web.Response:
+        await _body(request, protocol.GroupBody)
+        return _outcome(Outcome(False, "the embedded engine joins no process group; send weights through the store or from disk"))
+
+    async def _destroy_group(self, request: BaseRequest) -> web.Response:
+        await _body(request, protocol.DestroyGroupBody)
+        return _outcome(Outcome(False, "The group to be destroyed does not exist."))
 
     async def _update_version(self, request: BaseRequest) -> web.Response:
         body = await _body(request, protocol.VersionBody)

@@ -101,7 +101,8 @@ def checksums(model: Model) -> dict[str, str]:
 
 
 def overall_checksum(sums: Mapping[str, str]) -> str:
-    return hashlib.sha256("".join(f"{name}={sums[name]}\n" for name in sorted(sums)).encode()).hexdigest()
+    """SGLang's: of all names and sums, each pair as one string."""
+    return hashlib.sha256("".join(f"{name}{sums[name]}" for name in sorted(sums)).encode()).hexdigest()
 
 
 def _raw(tensor: Tensor) -> np.ndarray:

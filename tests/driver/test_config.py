@@ -64,6 +64,7 @@ def write(tmp_path: Path, **sections: object) -> Path:
         ({"trainer": {"routing_replay": True}}, ["trainer: ", "routing_replay", "leave it off"]),
         ({"trainer": {"sequence_parallel": True}}, ["trainer: ", "tp is 1", "leave sequence_parallel out"]),
         ({"trainer": {"distributed_optimizer": True, "optimizer": "sgd"}}, ["trainer: ", "adam only", "change one"]),
+        ({"trainer": {"device": "cpu", "optimizer_offload": 0.5}}, ["trainer: ", "nothing to offload to", "device to cuda"]),
         ({"model": {"path": "nowhere"}}, ["nowhere does not exist", "nothing is downloaded"]),
         ({"data": "nothing.jsonl"}, ["there is no file", "nothing.jsonl"]),
         ({"service": {"host": "0.0.0.0"}}, ["service.token"]),

@@ -19,6 +19,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+import torch
 from pydantic import BaseModel
 
 from store import EmbeddedStore
@@ -27,6 +28,8 @@ from trainer.spec import TrainerSpec
 from trainer.wire import MiniBatch, PlanRow, TrainRequest, WireRef
 
 ROOT = Path(__file__).parents[2]
+GPUS = torch.cuda.device_count()
+"""Counted before a test hides them from this process."""
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
 
 
@@ -59,13 +62,13 @@ class Outcome:
 
 
 class Lab:
-    """The process of lab.py. One job at a time."""
+    """The process of lab.py, for one kind of device. One job at a time."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, device: str = "cpu") -> None:
         self._directory = directory
         self._log = (directory / "lab.log").open("w")
         self._process = subprocess.Popen(
-            [sys.executable, "-P", str(Path(__file__).parent / "lab.py")],
+            [sys.executable, "-P", str(Path(__file__).parent / "lab.py"), device],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,

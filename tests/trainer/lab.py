@@ -35,7 +35,11 @@ from transformers import (  # noqa: E402
 )
 
 from tests.trainer.plain import reference  # noqa: E402
-from trainer import cpu, export, main, models, rank, saving, state  # noqa: E402  (installs the CPU shim before megatron comes in)
+from trainer import device  # noqa: E402
+
+device.install(torch.device(sys.argv[1]))  # before megatron comes in
+
+from trainer import export, main, models, rank, saving, state  # noqa: E402
 from trainer.checkpoints import POLICY  # noqa: E402
 from trainer.group import Group  # noqa: E402
 from trainer.layers import PackedAttention, TransformerLayer  # noqa: E402
@@ -149,7 +153,7 @@ def _layout_rank(
 ) -> None:
     os.environ.update({name: str(value) for name, value in names.items()})
     torch.set_num_threads(1)
-    cpu.enter_mode()
+    device.enter()
     group = Group(facts)
     model = models.resume(facts, group, Path(resume))[0] if resume else models.begin(facts, group, facts.model_path)
     stepper = Stepper(facts, group, model, models.policy_loss(facts, group), lambda: None)
@@ -165,9 +169,9 @@ def _layout_rank(
         if not facts.distributed_optimizer:  # there a rank has the sum of its part of the gradients only
             for prefix, part in parts.items():
                 gradients = export.hf_tensors(part, lambda parameter: parameter.main_grad)  # type: ignore[attr-defined]
-                arrays |= {f"gradients/{step}/{prefix}{name}": tensor.numpy().copy() for name, tensor in gradients}
+                arrays |= {f"gradients/{step}/{prefix}{name}": tensor.cpu().numpy().copy() for name, tensor in gradients}
     exported = [
-        (prefix + name, tensor.float().numpy().copy()) for prefix, part in parts.items() for name, tensor in export.hf_tensors(part)
+        (prefix + name, tensor.float().cpu().numpy().copy()) for prefix, part in parts.items() for name, tensor in export.hf_tensors(part)
     ]
     assert len(exported) == len(dict(exported)), "each name once, tied embeddings over pipeline stages included"
     arrays |= {f"weights/{name}": array for name, array in exported}
@@ -201,10 +205,10 @@ def _kept(facts: TrainerSpec, parts: dict[str, Model], when: str) -> dict[str, n
     """All that a checkpoint has to hold of each model."""
     arrays: dict[str, np.ndarray] = {}
     for prefix, model in parts.items():
-        arrays |= {f"{when}/hf/{prefix}{name}": tensor.float().numpy().copy() for name, tensor in export.hf_tensors(model)}
+        arrays |= {f"{when}/hf/{prefix}{name}": tensor.float().cpu().numpy().copy() for name, tensor in export.hf_tensors(model)}
         steps = state.steps_taken(model)
         for slot in (*(() if steps is None else state.SLOTS[facts.optimizer.kind]), state.WEIGHTS):
-            arrays |= {f"{when}/{slot}/{prefix}{name}": tensor.numpy().copy() for name, tensor in state.state_tensors(model, slot)}
+            arrays |= {f"{when}/{slot}/{prefix}{name}": tensor.cpu().numpy().copy() for name, tensor in state.state_tensors(model, slot)}
         arrays[f"{when}/steps/{prefix}"] = np.array(-1 if steps is None else steps)
     return arrays
 

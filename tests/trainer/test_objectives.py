@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.trainer.steps import ADAM, dealt
+from tests.trainer.steps import ADAM, SGD, dealt
 from trainer.spec import TrainerSpec
 from trainer.wire import PlanRow
 
@@ -129,6 +129,7 @@ def shuffled(trajectories: list[list[PlanRow]], dp: int, draw: random.Random) ->
 
 
 def check_a_random_plan(lab: Any, rows: Any, make_spec: MakeSpec, plan: Any, name: str, layout: str, seed: int) -> None:
+    # Not Adam: a value head begins at 0, and then is Adam's first update, which magnifies the last bits of a small gradient.
     draw = random.Random(seed)
     leaves = drawn(rows, seed, draw.randint(2, 9))
     if len(leaves) > 2:
@@ -140,9 +141,9 @@ def check_a_random_plan(lab: Any, rows: Any, make_spec: MakeSpec, plan: Any, nam
     def step(spec: TrainerSpec, mini_batches: list[Any]) -> Any:
         return lab.layout(spec, [plan(0, mini_batches, 1e-3).model_copy(update={"critic_lr": 1e-3})])
 
-    base = make_spec("qwen3_tied", **OBJECTIVES[name], optimizer=ADAM)
+    base = make_spec("qwen3_tied", **OBJECTIVES[name], optimizer=SGD)
     expected = step(base, [[[[row for trajectory in mini for row in trajectory]]] for mini in minis])
-    spec = make_spec("qwen3_tied", **OBJECTIVES[name], **LAYOUTS[layout], optimizer=ADAM)
+    spec = make_spec("qwen3_tied", **OBJECTIVES[name], **LAYOUTS[layout], optimizer=SGD)
     found = step(spec, [shuffled(mini, spec.dp, draw) for mini in minis])
     assert max(found.error(expected, kind) for kind in ("gradients", "weights")) < 1e-5
     mine, theirs = found.reports[0], expected.reports[0]

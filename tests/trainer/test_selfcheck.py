@@ -164,6 +164,10 @@ def mean_of_means(tokens, spec):
 def detached(tokens, spec):
     return -tokens.advantage * torch.exp(tokens.log_probs - tokens.old).detach()
 
+def of_the_rank(tokens, spec):
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    return -tokens.advantage * torch.exp(tokens.log_probs - tokens.old) * (1 + rank)
+
 def one_number(tokens, spec):
     return (-tokens.advantage * torch.exp(tokens.log_probs - tokens.old)).mean()
 """
@@ -209,6 +213,17 @@ def test_M2_a_loss_of_ours_passes_through_every_layout_of_two_ranks_and_leaves_n
     assert sum(line.rstrip().endswith(" ok") for line in stdout.splitlines()) == 11 and "2 context-parallel ranks" in stdout
     assert not list(Path("/dev/shm").glob(f"headrace-selfcheck-{process.pid}-*"))
     assert not list(tmp_path.glob("headrace-selfcheck-*"))
+
+
+@pytest.mark.slow
+def test_M2_a_function_that_only_a_layout_breaks_is_found_by_it(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text(BROKEN)
+    done = selfcheck(f"{tmp_path}/broken.py:of_the_rank", "--rows", "8")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "is not invariant: 2 tensor-parallel ranks changes the numbers" in done.stdout
+    assert "has asked for something else than tokens and spec" in done.stdout
+    failed = [line for line in done.stdout.splitlines() if line.rstrip().endswith("differs")]
+    assert len(failed) == 4, "every layout of two ranks, and no split"
 
 
 def test_every_policy_of_ours_is_in_the_selfcheck_s_tests() -> None:

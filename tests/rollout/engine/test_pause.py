@@ -153,14 +153,17 @@ def test_e2_a_version_aborts_everything_by_default_and_nothing_when_told_so(engi
     assert one.result()["meta_info"]["finish_reason"]["type"] == "abort"
 
 
-def test_an_abort_in_a_retract_pause_answers_from_the_queue_with_the_tokens_so_far(engine: Served, background: ThreadPoolExecutor) -> None:
-    (one,) = start_running(engine, background, count=1)
+def test_an_abort_in_a_retract_pause_answers_from_the_queue_with_the_tokens_that_left_the_loop(
+    engine: Served, background: ThreadPoolExecutor
+) -> None:
+    (one,) = start_running(engine, background, count=1, tokens=100)
+    wait_for(lambda: engine.load("num_used_tokens") > 58, "fifty tokens, which is when an unstreamed answer leaves the loop")
     engine.post("/pause_generation", {"mode": "retract"})
     engine.post("/abort_request", {"abort_all": True})
     reply = one.result(timeout=2)
     meta = reply["meta_info"]
     assert meta["finish_reason"] == {"type": "abort", "message": "Abort in waiting queue"}
-    assert len(reply["output_ids"]) == len(meta["output_token_logprobs"]) > 0
+    assert len(reply["output_ids"]) == len(meta["output_token_logprobs"]) == meta["completion_tokens"] == 50
     assert not {"prompt_tokens", "cached_tokens", "num_retractions"} & meta.keys()
 
 

@@ -1,0 +1,91 @@
+"""An engine that is ready is asked what it can do before the pool gets it."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from driver.launcher import Ready, StartFailed
+from driver.processes import Processes
+from rollout.answer import EngineError
+from rollout.capabilities import capabilities_of
+from rollout.client import EngineClient
+from rollout.pool import EnginePool
+
+CURRENT = capabilities_of({"version": "0.5.23"}, {})
+READY = Ready("engine", 0, 3, "http://127.0.0.1:1")
+
+
+class Process:
+    state = "ready"
+    incarnation = 3
+
+    def __init__(self):
+        self.killed = []
+
+    def kill(self, reason):
+        self.killed.append(reason)
+
+
+@pytest.fixture
+def lab(tmp_path, monkeypatch):
+    """Processes of a run with one engine, whose answer about its capabilities is `answer` (or raised)."""
+    core = SimpleNamespace(ring=lambda: None)
+    config = SimpleNamespace(directory=tmp_path, rollout=SimpleNamespace(max_open_requests=4))
+    run = SimpleNamespace(core=core, config=config, http=None, tokenizer=SimpleNamespace(vocab_size=10), pool=EnginePool())
+    lab = SimpleNamespace(processes=Processes(run), pool=run.pool, process=Process(), answer=CURRENT)
+    lab.processes._launcher = SimpleNamespace(processes={"engine-0": lab.process})
+
+    async def capabilities(_client):
+        await asyncio.sleep(0)
+        if isinstance(lab.answer, Exception):
+            raise lab.answer
+        return lab.answer
+
+    async def ready():
+        lab.processes._lost = asyncio.get_running_loop().create_future()
+        lab.processes._on_event(READY)
+        assert not lab.pool.slots, "nothing is registered before it was asked"
+        await asyncio.gather(*lab.processes._asking, return_exceptions=True)
+        await asyncio.sleep(0)
+        return lab.processes._lost
+
+    monkeypatch.setattr(EngineClient, "capabilities", capabilities)
+    lab.ready = ready
+    return lab
+
+
+async def test_an_engine_registers_with_what_it_can_do(lab):
+    assert not (await lab.ready()).done()
+    slot = lab.pool.slots["engine-0"]
+    assert (slot.incarnation, slot.capacity, slot.capabilities) == (3, 4, CURRENT)
+
+
+async def test_a_server_that_cannot_serve_ends_the_run_with_the_reason(lab):
+    lab.answer = EngineError("configuration", "SGLang 0.5.18 has no sessions")
+    lost = await lab.ready()
+    assert not lab.pool.slots and not lab.process.killed
+    with pytest.raises(StartFailed, match=r"engine-0: SGLang 0\.5\.18 has no sessions"):
+        lost.result()
+
+
+async def test_w1_an_engine_that_does_not_answer_is_replaced(lab):
+    lab.answer = EngineError("infrastructure", "no answer in 5 s")
+    assert not (await lab.ready()).done()
+    assert not lab.pool.slots
+    assert lab.process.killed == ["it does not say what it can do: no answer in 5 s"]
+
+
+@pytest.mark.parametrize("answer", [CURRENT, EngineError("infrastructure", "reset"), EngineError("configuration", "old")])
+async def test_w1_an_engine_that_died_while_it_was_asked_is_left_to_its_next_life(lab, answer):
+    lab.answer = answer
+    lab.process.incarnation = 4
+    assert not (await lab.ready()).done()
+    assert not lab.pool.slots and not lab.process.killed
+
+
+async def test_what_goes_wrong_in_a_registration_is_not_swallowed(lab):
+    lab.answer = RuntimeError("a mistake of ours")
+    lost = await lab.ready()
+    with pytest.raises(RuntimeError, match="a mistake of ours"):
+        lost.result()
