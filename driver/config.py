@@ -13,7 +13,7 @@ import ipaddress
 import json
 import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -519,5 +519,6 @@ def _names_at(location: tuple[Any, ...]) -> list[str]:
         if field is None:
             section = ScorerConfig if section is RewardConfig or part else section
             continue
-        section = field.annotation if hasattr(field.annotation, "model_fields") else section
+        kinds = (field.annotation, *get_args(field.annotation))  # a section may be optional
+        section = next((kind for kind in kinds if hasattr(kind, "model_fields")), section)
     return list(getattr(section, "model_fields", {}))
