@@ -325,7 +325,12 @@ class RunConfig(_Section):
     @model_validator(mode="after")
     def _whole(self) -> RunConfig:
         if self.rollout.min_group > self.rollout.n:
-            raise ValueError(f"rollout.min_group ({self.rollout.min_group}) exceeds rollout.n ({self.rollout.n})")
+            raise ValueError(f"rollout.min_group ({self.rollout.min_group}) exceeds rollout.n ({self.rollout.n}): lower it to that")
+        if self.rollout.n == 1 and self.trainer.critic is None:
+            raise ValueError(
+                "rollout.n is 1: alone in its group, every trajectory has advantage 0 and nothing is trained; raise it, or set "
+                "trainer.critic"
+            )
         if self.rollout.sampling.max_new_tokens >= self.rollout.context_length:
             raise ValueError("rollout.sampling.max_new_tokens must be smaller than rollout.context_length, or no prompt fits")
         if self.batch.micro_batch_tokens < self.row_tokens:

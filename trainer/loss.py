@@ -213,7 +213,8 @@ def loss_sums(spec: LossSpec, tokens: Tokens, same_weights: torch.Tensor, policy
 def _policy_losses(policy: Policy, tokens: Tokens, spec: LossSpec) -> Bounded:
     """Raises ValueError, naming what came, for a function that breaks the contract."""
     made = policy(tokens, spec)
-    losses, clipped = made if isinstance(made, tuple) else (made, torch.zeros_like(tokens.row, dtype=torch.bool))
+    pair = isinstance(made, tuple) and len(made) == 2
+    losses, clipped = made if pair else (made, torch.zeros_like(tokens.row, dtype=torch.bool))
     for name, column in (("losses", losses), ("clipped", clipped)):
         if not isinstance(column, torch.Tensor) or column.shape != tokens.log_probs.shape:
             what = tuple(column.shape) if isinstance(column, torch.Tensor) else type(column).__name__

@@ -73,7 +73,7 @@ def guarded(policy: Policy, name: str) -> Policy:
     def call(tokens: Tokens, spec: LossSpec) -> Any:
         try:
             return policy(tokens, spec)
-        except Exception as error:  # a user's function may raise anything
+        except (Exception, SystemExit) as error:  # a user's function may raise anything
             where = f"{len(tokens.row)} tokens" if len(tokens.row) else "a micro-batch without tokens, which a rank without rows runs"
             raise ValueError(f"policy {name} failed on {where}: {type(error).__name__}: {error}") from error
 

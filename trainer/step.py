@@ -313,8 +313,11 @@ def _prepared_metrics(spec: TrainerSpec, totals: dict[str, float]) -> dict[str, 
     """The report's fields about what was prepared."""
     tokens, masked = totals["tokens"], totals["masked_tokens"]
     off_policy = spec.loss.old_log_probs == "recomputed" and tokens > 0.0
-    spread = totals["returns_squared"] / tokens - (totals["returns"] / tokens) ** 2 if tokens else 0.0
-    explained = 1.0 - totals["value_error_squared"] / tokens / spread if spec.critic is not None and spread > 0.0 else None
+    square = totals["returns_squared"] / tokens if tokens else 0.0
+    spread = square - (totals["returns"] / tokens) ** 2 if tokens else 0.0
+    # Returns are float32: equal ones differ in their last bit, and what is left of their squares is rounding, another in every split.
+    varied = spread > 1e-12 * square
+    explained = 1.0 - totals["value_error_squared"] / tokens / spread if spec.critic is not None and varied else None
     weighted = off_policy and totals["weight_squared"] > 0.0
     return {
         "off_policy_kl": _finite(totals["off_policy_kl"] / tokens) if off_policy else None,
