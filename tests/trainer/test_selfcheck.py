@@ -149,7 +149,7 @@ def leaves(tokens, spec):
     [
         ("one_by_one", "failed on a micro-batch without tokens, which a rank without rows runs: RuntimeError"),
         ("own_bonus", "has a gradient in tokens.entropy, .* set loss.entropy_bonus"),
-        ("leaves", "failed on three tokens: SystemExit"),
+        ("leaves", "failed on three made-up tokens: SystemExit"),
     ],
 )
 def test_M4_what_would_fail_or_fall_silent_in_some_later_step_is_refused_when_the_function_is_first_tried(
