@@ -24,8 +24,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from driver import selfcheck
-from driver.config import ConfigError, load_config
+from driver.config import ConfigError, RunConfig, load_config
 from driver.doctor import examine
+from driver.keys import keys, section_at
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Asynchronous reinforcement learning of language models.")
 config_app = typer.Typer(no_args_is_help=True, help="Look at configuration files.")
@@ -366,6 +367,17 @@ def drain(url: Url = None, run: RunName = None) -> None:
 def cancel(url: Url = None, run: RunName = None) -> None:
     """End the run after the batch in training; the rest is discarded, with that reason."""
     _act("cancel", url, run)
+
+
+@config_app.command("keys")
+def config_keys(section: Annotated[str, typer.Argument(help="only those below, e.g. trainer.loss")] = "") -> None:
+    """Every key a configuration may have: its default, its choices, what it is for."""
+    if section and section_at(section) is None:
+        fail(f"there is no section {section!r}; `headrace config keys` lists all", 2)
+    table = Table("key", "default", "choices", "what for", box=None, pad_edge=False)
+    for key in keys(f"{section}." if section else "", section_at(section) or RunConfig):
+        table.add_row(key.name, key.default, key.choices, key.meaning)
+    out.print(table, highlight=False)
 
 
 @config_app.command("check")

@@ -13,7 +13,7 @@ import ipaddress
 import json
 import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -325,7 +325,12 @@ class RunConfig(_Section):
     @model_validator(mode="after")
     def _whole(self) -> RunConfig:
         if self.rollout.min_group > self.rollout.n:
-            raise ValueError(f"rollout.min_group ({self.rollout.min_group}) exceeds rollout.n ({self.rollout.n})")
+            raise ValueError(f"rollout.min_group ({self.rollout.min_group}) exceeds rollout.n ({self.rollout.n}): lower it to that")
+        if self.rollout.n == 1 and self.trainer.critic is None:
+            raise ValueError(
+                "rollout.n is 1: alone in its group, every trajectory has advantage 0 and nothing is trained; raise it, or set "
+                "trainer.critic"
+            )
         if self.rollout.sampling.max_new_tokens >= self.rollout.context_length:
             raise ValueError("rollout.sampling.max_new_tokens must be smaller than rollout.context_length, or no prompt fits")
         if self.batch.micro_batch_tokens < self.row_tokens:
@@ -519,5 +524,6 @@ def _names_at(location: tuple[Any, ...]) -> list[str]:
         if field is None:
             section = ScorerConfig if section is RewardConfig or part else section
             continue
-        section = field.annotation if hasattr(field.annotation, "model_fields") else section
+        kinds = (field.annotation, *get_args(field.annotation))  # a section may be optional
+        section = next((kind for kind in kinds if hasattr(kind, "model_fields")), section)
     return list(getattr(section, "model_fields", {}))

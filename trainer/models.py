@@ -7,6 +7,7 @@ from its own directory again after a loss of the ranks.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from trainer import saving
 from trainer.checkpoints import POLICY, Checkpoint
@@ -25,7 +26,7 @@ def begin(spec: TrainerSpec, group: Group, model_path: Path) -> Model:
     model = build(spec, group, model_path)
     add_reference(spec, group, model)
     if spec.critic is not None:
-        model.critic = build(spec, group, spec.critic.model_path or model_path, value_head=True)
+        model.critic = _new_critic(spec, group, model, spec.critic.model_path or model_path)
     return model
 
 
@@ -44,7 +45,7 @@ def resume(spec: TrainerSpec, group: Group, path: Path) -> tuple[Model, Checkpoi
             model.critic = build(spec, group, saved / "hf", value_head=True)
             saving.restore(spec, group, model.critic, checkpoint, CRITIC)
         else:
-            model.critic = build(spec, group, spec.critic.model_path or spec.model_path, value_head=True)
+            model.critic = _new_critic(spec, group, model, spec.critic.model_path or spec.model_path)
     saving.restore_random_state(spec, group, checkpoint)
     return model, checkpoint
 
@@ -56,17 +57,25 @@ def parts(model: Model) -> dict[str, Model]:
 
 def add_reference(spec: TrainerSpec, group: Group, model: Model) -> None:
     """All ranks together. Raises Refused for a reference that cannot be loaded or speaks of other tokens."""
-    if not spec.loss.kl.coefficient:
+    if not spec.loss.kl.wanted:
         return
     path = spec.loss.kl.reference or spec.model_path
     hf_config, bridge, module = load_module(spec, group, path)
-    ours, theirs = model.hf_config.vocab_size, hf_config.vocab_size
-    group.agree(
-        (400, f"the reference {path} has a vocabulary of {theirs} tokens, the policy of {ours}: they must be the same")
-        if ours != theirs
-        else None
-    )
+    _agree_on_vocabulary(group, model, hf_config, f"reference {path}")
     model.reference = Frozen(in_dtype(spec, bridge, module.requires_grad_(False)), Wanted(module))
+
+
+def _new_critic(spec: TrainerSpec, group: Group, model: Model, path: Path) -> Model:
+    critic = build(spec, group, path, value_head=True)
+    _agree_on_vocabulary(group, model, critic.hf_config, f"critic {path}")
+    return critic
+
+
+def _agree_on_vocabulary(group: Group, model: Model, other: Any, name: str) -> None:
+    """A token beyond the other's vocabulary would kill a rank, or with tensor-parallel ranks be embedded as zeros. Raises Refused."""
+    ours, theirs = model.hf_config.vocab_size, other.vocab_size
+    why = f"the {name} has a vocabulary of {theirs} tokens, the policy of {ours}: they must be the same"
+    group.agree((400, why) if ours != theirs else None)
 
 
 def policy_loss(spec: TrainerSpec, group: Group) -> Policy:

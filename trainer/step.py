@@ -237,7 +237,7 @@ class Stepper:
             old=old,
             advantage=own["advantage"] if "advantage" in own else tensor([r.advantage for r in rows], torch.float32, on)[row],
             weight=own["weight"] if "weight" in own else torch.ones_like(old),
-            reference=own.get("reference", old),
+            reference=own.get("reference"),
             entropy=entropy,
             counts=tensor([self._counts(r) for r in rows], torch.bool, on)[row],
             row=row,
@@ -284,7 +284,7 @@ class Stepper:
             ratio_max=_finite(sums["ratio"]),
             logprob_gap_max=_finite(sums["gap"]),
             logprob_gap_rows=tally.gap_rows,
-            reference_kl=mean("reference_kl") if self._spec.loss.kl.coefficient else None,
+            reference_kl=mean("reference_kl") if self._spec.loss.kl.wanted else None,
             **_prepared_metrics(self._spec, prepared.totals),
             value_loss=_finite(float(tally.value[0]) / tally.value_tokens) if self._spec.critic and tally.value_tokens else None,
             value_clip_fraction=float(tally.value[1]) / tally.value_tokens if self._spec.critic and tally.value_tokens else None,
@@ -313,8 +313,11 @@ def _prepared_metrics(spec: TrainerSpec, totals: dict[str, float]) -> dict[str, 
     """The report's fields about what was prepared."""
     tokens, masked = totals["tokens"], totals["masked_tokens"]
     off_policy = spec.loss.old_log_probs == "recomputed" and tokens > 0.0
-    spread = totals["returns_squared"] / tokens - (totals["returns"] / tokens) ** 2 if tokens else 0.0
-    explained = 1.0 - totals["value_error_squared"] / tokens / spread if spec.critic is not None and spread > 0.0 else None
+    square = totals["returns_squared"] / tokens if tokens else 0.0
+    spread = square - (totals["returns"] / tokens) ** 2 if tokens else 0.0
+    # Returns are float32: equal ones differ in their last bit, and what is left of their squares is rounding, another in every split.
+    varied = spread > 1e-12 * square
+    explained = 1.0 - totals["value_error_squared"] / tokens / spread if spec.critic is not None and varied else None
     weighted = off_policy and totals["weight_squared"] > 0.0
     return {
         "off_policy_kl": _finite(totals["off_policy_kl"] / tokens) if off_policy else None,

@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from driver.cli import Service
+from driver.config import load_config
 from driver.live import watch
 from driver.report import plot, summarise
 
@@ -32,12 +33,21 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--batches", type=int, default=110)
-    parser.add_argument("--output", type=Path, default=Path("runs/demo"))
+    help_ = "the run's folder; an earlier run there is removed, and begun anew (default: runs/demo)"
+    parser.add_argument("--output", type=Path, default=Path("runs/demo"), help=help_)
     parser.add_argument("--set", action="append", default=[], dest="overrides", help="override one key of config.yaml")
     arguments = parser.parse_args()
     console = Console()
-    shutil.rmtree(arguments.output, ignore_errors=True)
-    console.print(f"[bold]headrace up[/bold] {HERE.name}/config.yaml: one engine, one trainer rank, a reward pool, all on this CPU")
+    try:
+        config = load_config(HERE / "config.yaml", settings(arguments))
+        make_room(arguments.output)
+    except ValueError as error:
+        console.print(f"[red]error[/red] {error}", highlight=False, soft_wrap=True)
+        return 2
+    trainer, engines = config.trainer, config.rollout.engines
+    ranks = trainer.tp * trainer.pp * trainer.cp * trainer.dp
+    parts = f"{config.rollout.engine} engines: {engines}, trainer ranks: {ranks}, and a reward pool"
+    console.print(f"[bold]headrace up[/bold] {HERE.name}/config.yaml ({parts})", highlight=False)
     service_process = start(arguments)
     try:
         service = Service(wait_for_service(service_process, arguments.output))
@@ -63,9 +73,17 @@ def main() -> int:
     return 0
 
 
-def start(arguments: argparse.Namespace) -> subprocess.Popen[bytes]:
-    argv = [sys.executable, "-P", "-m", "driver.cli", "up", str(HERE / "config.yaml"), "--quiet"]
-    settings = [
+def make_room(output: Path) -> None:
+    """Remove an earlier run. Raises ValueError for a folder that holds anything else."""
+    if output.exists() and not output.is_dir():
+        raise ValueError(f"--output {output} is a file; name a folder")
+    if output.is_dir() and any(output.iterdir()) and not any((output / name).exists() for name in ("ledger.sqlite", "ledger.lock")):
+        raise ValueError(f"--output {output} is a folder with something else than a run in it; name another")
+    shutil.rmtree(output, ignore_errors=True)
+
+
+def settings(arguments: argparse.Namespace) -> list[str]:
+    return [
         f"seed={arguments.seed}",
         f"stop.batches={arguments.batches}",
         f"run_dir={arguments.output}",
@@ -73,7 +91,11 @@ def start(arguments: argparse.Namespace) -> subprocess.Popen[bytes]:
         "service.port=0",
         *arguments.overrides,
     ]
-    return subprocess.Popen([*argv, *(part for setting in settings for part in ("--set", setting))])
+
+
+def start(arguments: argparse.Namespace) -> subprocess.Popen[bytes]:
+    argv = [sys.executable, "-P", "-m", "driver.cli", "up", str(HERE / "config.yaml"), "--quiet"]
+    return subprocess.Popen([*argv, *(part for setting in settings(arguments) for part in ("--set", setting))])
 
 
 def wait_for_service(process: subprocess.Popen[bytes], output: Path) -> str:
@@ -93,7 +115,8 @@ def finish(console: Console, arguments: argparse.Namespace, status: dict, stalen
     if summary["logprob_gap_max"] is not None:  # of the batches' rows; the pushes' fixed sequence may be worse
         summary["logprob_gap_max"] = max(summary["logprob_gap_max"], status["logprob_gap_max"])
     summary |= {"seed": arguments.seed, "checkpoint": status["checkpoint"]}
-    Path("demo_summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    for path in (Path("demo_summary.json"), arguments.output / "demo_summary.json"):
+        path.write_text(json.dumps(summary, indent=2) + "\n")
     picture = arguments.output / "curves.png"
     plot(arguments.output, picture, staleness["bound"])
     table = Table(title="what happened", show_header=False)

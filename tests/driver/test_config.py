@@ -43,6 +43,7 @@ def write(tmp_path: Path, **sections: object) -> Path:
         ({"trainer": {"loss": {"kl": {"reference": "nowhere"}}}}, ["trainer.loss.kl.reference", "no config.json"]),
         ({"trainer": {"loss": {"kl": {"coefficient": 0.1, "where": "reward"}}}}, ["trainer", "needs a critic", "kl.where: loss"]),
         ({"trainer": {"critic": {"targets": "vtrace"}}}, ["trainer", "loss.old_log_probs: recomputed"]),
+        ({"trainer": {"critic": {"gama": 1.0}}}, ["'trainer.critic.gama'", "'gamma'"]),
         ({"trainer": {"critic": {"model_path": "nowhere"}}}, ["trainer.critic.model_path", "no config.json"]),
         ({"rollout": {"sampling": {"top_p": 0.9}}}, ["unknown key 'rollout.sampling.top_p'"]),
         ({"rollout": {"sampling": {"temperature": 0.0}}}, ["rollout.sampling.temperature", "greater than 0"]),
@@ -51,7 +52,8 @@ def write(tmp_path: Path, **sections: object) -> Path:
         ({"rollout": {"engine": "sglang", "sglang": {"python": "nowhere"}}}, ["rollout.sglang", "no Python", "make sglang"]),
         ({"rollout": {"sglang": {"pyton": "x"}}}, ["'rollout.sglang.pyton'", "'python'"]),
         ({"push": {"transport": "tensor"}}, ["push.transport tensor is not for engine embedded", "auto"]),
-        ({"rollout": {"n": 1}}, ["min_group", "exceeds rollout.n"]),
+        ({"rollout": {"n": 1}}, ["min_group", "exceeds rollout.n", "lower it"]),
+        ({"rollout": {"n": 1, "min_group": 1}}, ["rollout.n is 1", "set trainer.critic"]),
         ({"batch": {"samples": 2, "mini_batches": 3}}, ["mini_batches (3) exceeds samples (2)"]),
         ({"batch": {"micro_batch_tokens": 100}}, ["micro_batch_tokens (100)", "context_length"]),
         ({"rollout": {"context_length": 4096}, "batch": {"micro_batch_tokens": 8192}}, ["max_position_embeddings (256)"]),
@@ -79,6 +81,11 @@ def test_O1_O2_a_mistake_is_named_with_its_remedy(tmp_path, sections, words):
         load_config(write(tmp_path, **sections))
     for word in words:
         assert word in str(error.value)
+
+
+def test_with_a_critic_a_prompt_needs_no_group(tmp_path: Path) -> None:
+    config = load_config(write(tmp_path, rollout={"n": 1, "min_group": 1}, trainer={"critic": {}}))
+    assert config.rollout.n == 1 and config.trainer.critic is not None
 
 
 def test_every_choice_of_the_loss_reaches_the_trainer_and_every_advantage_can_be_chosen(tmp_path):

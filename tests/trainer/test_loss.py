@@ -414,6 +414,10 @@ def test_M1_the_value_loss_is_half_the_larger_squared_error_in_any_split(seed: i
 
 def test_a_function_that_breaks_the_contract_is_named_with_what_it_gave() -> None:
     tokens = made_up_tokens()
-    for broken in (lambda tokens, spec: tokens.log_probs.sum(), lambda tokens, spec: (tokens.log_probs, tokens.log_probs[:1])):
+    for broken in (
+        lambda tokens, spec: tokens.log_probs.sum(),
+        lambda tokens, spec: (tokens.log_probs, tokens.log_probs[:1]),
+        lambda tokens, spec: (tokens.log_probs, tokens.log_probs > 0, 1.0),
+    ):
         with pytest.raises(ValueError, match="it must give one for each"):
             loss_sums(LossSpec(), tokens, torch.zeros(3, dtype=torch.bool), broken)

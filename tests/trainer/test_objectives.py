@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.trainer.steps import ADAM, SGD, dealt
+from trainer.client import TrainerRefused
 from trainer.spec import TrainerSpec
 from trainer.wire import PlanRow
 
@@ -174,3 +175,22 @@ def test_M1_M2_N2_a_random_plan_of_any_objective_in_any_layout_is_the_step_of_on
 @given(**plans)
 def test_M1_M2_N2_many_random_plans(lab: Any, rows: Any, make_spec: MakeSpec, plan: Any, name: str, layout: str, seed: int) -> None:
     check_a_random_plan(lab, rows, make_spec, plan, name, layout, seed)
+
+
+def test_M1_returns_that_are_all_the_same_have_no_variance_to_explain(lab: Any, rows: Any, make_spec: MakeSpec, plan: Any) -> None:
+    """Equal rewards are common. What is left of these 51 tokens' squares is rounding: 2e-18, by which the error would be divided."""
+    rng = np.random.default_rng(81)
+    same = []
+    for index in range(3):
+        columns = rows.columns(rng, 1, 17) | {"response_mask": np.ones(17, np.uint8)}
+        same.append(rows.put(f"same-{index}", columns, 1.0).model_copy(update={"score": 0.1}))
+    found = lab.layout(make_spec("qwen3_tied", critic={}, optimizer=ADAM), [plan(0, [dealt(same, 1, 2)])]).reports[0]
+    assert found["tokens"] == 51 and found["value_loss"] == pytest.approx(0.005) and found["explained_variance"] is None
+
+
+async def test_a_critic_that_speaks_of_other_tokens_is_refused_as_a_reference_is(start: Any, models: dict[str, str]) -> None:
+    """With tensor-parallel ranks a token it does not know would be embedded as zeros, and nothing would say so."""
+    async with start(tp=2, critic={"model_path": models["qwen3_odd"]}) as trainer:
+        with pytest.raises(TrainerRefused, match=r"the critic .* has a vocabulary of 97 tokens, the policy of 96: they must be the same"):
+            await trainer.client.load()
+        assert (await trainer.client.health()).state == "empty"

@@ -126,6 +126,55 @@ def test_an_error_that_is_not_a_number_is_no_small_error() -> None:
     assert not Finding("", float("nan"), LIMIT, "").ok
 
 
+TRAPS = """
+import sys
+import torch
+
+def one_by_one(tokens, spec):
+    return torch.stack([-a * log_prob for a, log_prob in zip(tokens.advantage, tokens.log_probs)])
+
+def own_bonus(tokens, spec):
+    return -tokens.advantage * torch.exp(tokens.log_probs - tokens.old) - 0.01 * tokens.entropy
+
+def by_entropy(tokens, spec):
+    return -tokens.advantage * torch.exp(tokens.log_probs - tokens.old) * tokens.entropy.detach()
+
+def leaves(tokens, spec):
+    sys.exit(0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("one_by_one", "failed on a micro-batch without tokens, which a rank without rows runs: RuntimeError"),
+        ("own_bonus", "has a gradient in tokens.entropy, .* set loss.entropy_bonus"),
+        ("leaves", "failed on three made-up tokens: SystemExit"),
+    ],
+)
+def test_M4_what_would_fail_or_fall_silent_in_some_later_step_is_refused_when_the_function_is_first_tried(
+    tmp_path: Path, name: str, words: str
+) -> None:
+    (tmp_path / "traps.py").write_text(TRAPS)
+    with pytest.raises(ValueError, match=words):
+        resolve(LossSpec(policy=f"{tmp_path}/traps.py:{name}"))
+
+
+def test_the_entropy_may_be_used_as_a_number_and_where_there_is_a_bonus_with_its_gradient(tmp_path: Path) -> None:
+    (tmp_path / "traps.py").write_text(TRAPS)
+    for spec in (
+        LossSpec(policy=f"{tmp_path}/traps.py:by_entropy"),
+        LossSpec(policy=f"{tmp_path}/traps.py:own_bonus", entropy_bonus=0.01),
+    ):
+        assert worst(resolve(spec), spec) is None
+
+
+def test_a_file_that_exits_when_it_is_imported_has_not_passed(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(TRAPS + "\nsys.exit(0)\n")
+    done = selfcheck(f"{tmp_path}/script.py:by_entropy", "--no-layouts")
+    assert done.returncode == 2 and "cannot be imported: SystemExit" in done.stderr
+
+
 # ---- trained with ------------------------------------------------------------------------------------------------------
 
 MINE = """
