@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import sys
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ def loss_spec(target: str | None, config: Path | None, overrides: list[str]) -> 
     if target is not None:
         raw["policy"] = target
     for override in overrides:
-        set_key(raw, override)
+        set_key(raw, override.removeprefix("trainer.loss."))
     try:
         return LossSpec.model_validate(raw)
     except ValidationError as error:
@@ -38,5 +39,7 @@ def loss_spec(target: str | None, config: Path | None, overrides: list[str]) -> 
 def _problem(error: Any) -> str:
     where = ".".join(map(str, error["loc"]))
     if error["type"] == "extra_forbidden":
-        return f"unknown key {where!r} of the loss"
+        near = difflib.get_close_matches(str(error["loc"][-1]), LossSpec.model_fields, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}?" if near and len(error["loc"]) == 1 else f"your own function's is written params.{where}"
+        return f"unknown key {where!r} of the loss: {hint}"
     return ": ".join(filter(None, [where, error["msg"].removeprefix("Value error, ")]))

@@ -40,8 +40,8 @@ class Tokens:
     advantage: torch.Tensor
     weight: torch.Tensor
     """The importance weight of the off-policy correction; 1 without one. Multiplied in after the policy loss."""
-    reference: torch.Tensor
-    """Log-probs under the frozen reference model; `old` when there is none."""
+    reference: torch.Tensor | None
+    """Log-probs under the frozen reference model; None when none is loaded (`loss.kl`)."""
     entropy: torch.Tensor
     counts: torch.Tensor
     """bool: whether the token is in the loss. Others are in the metrics only; a policy loss is never asked about them."""
@@ -56,7 +56,8 @@ class Tokens:
     def at(self, index: torch.Tensor) -> Tokens:
         """Some of the tokens, of the same rows."""
         per_token = [field.name for field in fields(self) if field.name not in ("row_tokens", "sequence_tokens", "sum_rows")]
-        return replace(self, **{name: getattr(self, name)[index] for name in per_token})
+        picked: dict[str, Any] = {name: None if (column := getattr(self, name)) is None else column[index] for name in per_token}
+        return replace(self, **picked)
 
     def row_means(self, values: torch.Tensor) -> torch.Tensor:
         """[n] -> [n]: for each token the mean over its whole row, tokens on other ranks included. Not differentiated."""
@@ -202,6 +203,7 @@ def loss_sums(spec: LossSpec, tokens: Tokens, same_weights: torch.Tensor, policy
     losses, clipped = _policy_losses(policy, moved, spec)
     losses = moved.weight * losses
     if spec.kl.coefficient and spec.kl.where == "loss":
+        assert moved.reference is not None
         losses = losses + spec.kl.coefficient * kl_penalty(moved.log_probs - moved.reference, spec.kl.estimator)
     if spec.entropy_bonus:
         losses = losses - spec.entropy_bonus * moved.entropy
@@ -230,7 +232,9 @@ def _sums(spec: LossSpec, losses: torch.Tensor, clipped: torch.Tensor, tokens: T
     log_ratio = (log_probs - tokens.behaviour).double()
     ratio = log_ratio.exp()
     gap = log_ratio.abs().where(same_weights, -torch.inf)
-    reference_kl = kl_penalty((log_probs - tokens.reference).double(), spec.kl.estimator) if spec.kl.coefficient else log_ratio.new_zeros(1)
+    reference_kl = log_ratio.new_zeros(1)
+    if tokens.reference is not None:
+        reference_kl = kl_penalty((log_probs - tokens.reference).double(), spec.kl.estimator)
     sums = (
         losses.detach().double().sum(),
         clipped.sum().double(),

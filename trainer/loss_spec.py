@@ -52,10 +52,18 @@ class CorrectionSpec(Strict):
 class KLSpec(Strict):
     """A penalty for leaving a frozen reference model. In the loss, k1's gradient is 0 on average: prefer k2 or k3 there."""
 
-    coefficient: float = Field(0.0, ge=0.0, description="0: no reference model is loaded")
+    coefficient: float = Field(0.0, ge=0.0, description="0: no penalty")
     estimator: Literal["k1", "k2", "k3"] = Field("k3", description="of a token's KL (Schulman 2020, 'Approximating KL divergence')")
-    reference: Path | None = Field(None, description="a Hugging Face checkpoint directory; null: the model the run begins with")
+    reference: Path | None = Field(
+        None,
+        description="a Hugging Face checkpoint directory, loaded even if the coefficient is 0; null: the model the run begins with",
+    )
     where: Literal["loss", "reward"] = Field("loss", description="reward: taken off each token's reward; needs a critic")
+
+    @property
+    def wanted(self) -> bool:
+        """Whether a reference model is loaded, and every trained token has its log-prob."""
+        return self.coefficient > 0.0 or self.reference is not None
 
 
 class LossSpec(Strict):

@@ -57,7 +57,7 @@ def parts(model: Model) -> dict[str, Model]:
 
 def add_reference(spec: TrainerSpec, group: Group, model: Model) -> None:
     """All ranks together. Raises Refused for a reference that cannot be loaded or speaks of other tokens."""
-    if not spec.loss.kl.coefficient:
+    if not spec.loss.kl.wanted:
         return
     path = spec.loss.kl.reference or spec.model_path
     hf_config, bridge, module = load_module(spec, group, path)

@@ -26,12 +26,17 @@ def resolve(spec: LossSpec) -> Policy:
     if not callable(function):
         raise ValueError(f"policy {spec.policy}: {place} has no function {name}")
     policy: Policy = function
-    tokens = made_up_tokens()
-    loss = _tried(spec, policy, tokens, "three tokens")
+    tokens = made_up_tokens(spec.kl.wanted)
+    loss = _tried(spec, policy, tokens, "three made-up tokens")
     _tried(spec, policy, tokens.at(torch.zeros(0, dtype=torch.int64)), "a micro-batch without tokens, which a rank without rows runs")
     steered = _leaves(loss)
     if tokens.log_probs not in steered:
-        raise ValueError(f"policy {spec.policy} has no gradient in tokens.log_probs: return a loss computed from them, not detached")
+        raise ValueError(
+            f"policy {spec.policy} has no gradient in tokens.log_probs: return a loss computed from them, not detached "
+            "(tokens.row_means has no gradient: add one with `+ x - x.detach()`)"
+        )
+    if not bool(torch.isfinite(loss)):
+        raise ValueError(f"policy {spec.policy} gives {float(loss.detach())} on three made-up tokens with advantages 1, 1 and -0.5")
     if tokens.entropy in steered and not spec.entropy_bonus:
         raise ValueError(
             f"policy {spec.policy} has a gradient in tokens.entropy, which without an entropy bonus is a number and would stay silent: "
@@ -47,7 +52,8 @@ def _tried(spec: LossSpec, policy: Policy, tokens: Tokens, what: str) -> torch.T
     except ValueError:
         raise
     except (Exception, SystemExit) as error:
-        raise ValueError(f"policy {spec.policy} failed on {what}: {type(error).__name__}: {error}") from error
+        hint = "" if tokens.reference is not None or "NoneType" not in str(error) else " (tokens.reference is None: set loss.kl.reference)"
+        raise ValueError(f"policy {spec.policy} failed on {what}: {type(error).__name__}: {error}{hint}") from error
 
 
 def _leaves(loss: torch.Tensor) -> set[torch.Tensor]:
@@ -66,7 +72,7 @@ def _leaves(loss: torch.Tensor) -> set[torch.Tensor]:
     return found
 
 
-def made_up_tokens() -> Tokens:
+def made_up_tokens(with_reference: bool = True) -> Tokens:
     """Three tokens of two rows."""
     log_probs = torch.tensor([-1.0, -0.5, -2.0], requires_grad=True)
     behaviour = torch.tensor([-1.1, -0.4, -2.0])
@@ -76,7 +82,7 @@ def made_up_tokens() -> Tokens:
         old=behaviour,
         advantage=torch.tensor([1.0, 1.0, -0.5]),
         weight=torch.ones(3),
-        reference=behaviour,
+        reference=behaviour - 0.1 if with_reference else None,
         entropy=torch.ones(3, requires_grad=True),
         counts=torch.ones(3, dtype=torch.bool),
         row=torch.tensor([0, 0, 1]),

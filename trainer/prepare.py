@@ -54,7 +54,7 @@ def columns(spec: TrainerSpec) -> tuple[str, ...]:
         names += ["old"]
     if spec.loss.correction.weight != "none":
         names += ["weight"]
-    if spec.loss.kl.coefficient:
+    if spec.loss.kl.wanted:
         names += ["reference"]
     if spec.critic is not None:
         names += ["advantage", "values", "returns"]
@@ -75,7 +75,7 @@ def prepare(
     found: dict[str, dict[str, np.ndarray]] = {}
     if spec.loss.old_log_probs == "recomputed" or spec.loss.kl.where == "reward":
         found["old"] = forward.collect(model, micro_batches, forward.log_probs)
-    if spec.loss.kl.coefficient:
+    if spec.loss.kl.wanted:
         assert model.reference is not None
         found["reference"] = forward.collect(model.reference, micro_batches, forward.log_probs)
     if spec.critic is not None:

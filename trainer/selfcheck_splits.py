@@ -105,7 +105,7 @@ def draw(rng: np.random.Generator, spec: LossSpec, count: int) -> list[Row]:
             "behaviour": behaviour,
             "old": old,
             "weight": np.exp(rng.normal(0.0, 0.3, size)) if spec.correction.weight != "none" else np.ones(size),
-            "reference": old + rng.normal(0.0, 0.3, size) if spec.kl.coefficient else old,
+            "reference": old + rng.normal(0.0, 0.3, size),
             "entropy": rng.exponential(1.0, size),
         }
         tensors = {name: torch.from_numpy(np.where(mask, column, np.nan)) for name, column in columns.items()}
@@ -143,8 +143,10 @@ class MiniBatch:
         columns = {n: torch.cat([none, *(row.columns[n][take] for row, take in zip(rows, takes, strict=True))]) for n in names}
         lengths = self.sequence_tokens()
         advantage = torch.tensor([row.advantage for row in rows], dtype=torch.float64)[index]
+        reference = columns.pop("reference")
         tokens = Tokens(
             **columns,
+            reference=reference if self.spec.kl.wanted else None,
             advantage=advantage,
             counts=advantage != 0.0,
             row=index,
@@ -195,12 +197,17 @@ def _summed(totals: list[torch.Tensor], calls: list[torch.Tensor], sums: torch.T
 
 
 def error(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    """The largest difference in any number, relative to the largest of its name; infinite when one of the two is not finite."""
+    """The largest difference in any number, relative to the largest of its name; infinite when one of the two is not finite.
+
+    The loss may be a sum of large terms that cancel: its difference is taken relative to the largest gradient, if that is more.
+    """
     worst = 0.0
+    steepest = float(expected["a gradient"].abs().max())
     for name, theirs in expected.items():
         mine = found[name]
         difference = float(torch.where(mine == theirs, 0.0, (mine - theirs).abs()).max())
-        worst = max(worst, difference / max(float(theirs.abs().max()), 1e-300) if math.isfinite(difference) else math.inf)
+        scale = max(float(theirs.abs().max()), steepest if name in ("the loss", "loss") else 0.0, 1e-300)
+        worst = max(worst, difference / scale if math.isfinite(difference) else math.inf)
     return worst
 
 
@@ -230,6 +237,8 @@ def check(policy: Policy, spec: LossSpec, count: int, seed: int) -> list[Finding
         rows = draw(rng, spec, count)
         whole = MiniBatch(spec, guarded(policy, spec.policy), rows)
         expected = whole.step([rows])
+        if not all(bool(torch.isfinite(expected[name]).all()) for name in ("the loss", "a gradient")):
+            raise ValueError(f"policy {spec.policy} is not finite: the loss of {len(rows)} random rows is {float(expected['the loss'])}")
         for what, (change, _) in CHANGES.items():
             worst[what] = max(worst[what], error(change(rng, whole, rows), expected))
     rounding = max(worst.values()) < _FLOAT32

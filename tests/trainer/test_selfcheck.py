@@ -121,8 +121,9 @@ def test_the_made_up_rows_are_on_both_sides_of_the_clip_and_masked_positions_hol
 
 
 def test_an_error_that_is_not_a_number_is_no_small_error() -> None:
-    expected = {"the loss": torch.ones(1)}
-    assert error({"the loss": torch.full((1,), torch.nan)}, expected) == float("inf")
+    expected = {"the loss": torch.ones(1), "a gradient": torch.ones(2)}
+    assert error(expected | {"the loss": torch.full((1,), torch.nan)}, expected) == float("inf")
+    assert error(expected | {"the loss": torch.full((1,), 1.5)}, expected | {"the loss": torch.zeros(1)}) == 1.5, "it is a sum that cancels"
     assert not Finding("", float("nan"), LIMIT, "").ok
 
 
@@ -149,7 +150,7 @@ def leaves(tokens, spec):
     [
         ("one_by_one", "failed on a micro-batch without tokens, which a rank without rows runs: RuntimeError"),
         ("own_bonus", "has a gradient in tokens.entropy, .* set loss.entropy_bonus"),
-        ("leaves", "failed on three tokens: SystemExit"),
+        ("leaves", "failed on three made-up tokens: SystemExit"),
     ],
 )
 def test_M4_what_would_fail_or_fall_silent_in_some_later_step_is_refused_when_the_function_is_first_tried(
