@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Literal
 
 from driver.config import ConfigError, RunConfig, load_config, weights_bytes
-from rollout.sglang.spec import TESTED_VERSION, SglangSpec, has_cuda_device, located, version_of
+from rollout.capabilities import TRIED
+from rollout.sglang.spec import SglangSpec, has_cuda_device, located, version_of
 
 SHARED_MEMORY = Path("/dev/shm")
 TRAINER_PACKAGES = ("torch", "megatron-core", "mbridge", "transformers", "safetensors")
@@ -96,7 +97,7 @@ def _sglang(config: RunConfig | None) -> Finding:
 def _sglang_words(spec: SglangSpec) -> str:
     assert spec.python is not None
     number = version_of(spec.python)
-    tested = "" if number == TESTED_VERSION else f" (tested: {TESTED_VERSION})"
+    tested = "" if number == TRIED else f" (tried: {TRIED})"
     return f"{number}{tested} on {spec.device}, {spec.python}"
 
 

@@ -225,13 +225,12 @@ class Processes:
                 stream_interval=rollout.stream_interval,
                 seed=self._config.seed * 1000 + index,
                 dtype=self._config.trainer.dtype,
-                threads=rollout.threads,
             )
 
         def build(incarnation: int, port: int) -> list[str]:
             return launch.command(rollout.sglang, server(port))
 
-        spec = self._spec("engine", index, build, launch.environment(rollout.sglang, server(0)), rollout.sglang.start_deadline_s)
+        spec = self._spec("engine", index, build, launch.environment(rollout.sglang, rollout.threads), rollout.sglang.start_deadline_s)
         # It has nothing to save, and asked to end it takes a dying child for a crash and diagnoses it for 5 s.
         return replace(spec, stop_signal=signal.SIGKILL)
 

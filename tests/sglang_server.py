@@ -40,14 +40,14 @@ def sglang_here() -> SglangSpec:
 class Server:
     """One server, started as the driver starts it. Ends with this process."""
 
-    def __init__(self, spec: SglangSpec, directory: Path, **more: int) -> None:
+    def __init__(self, spec: SglangSpec, directory: Path) -> None:
         port = free_port()
-        told = launch.Server(BASE, port, 0, CONTEXT, 16, 4, 0, "float32", **more)
+        told = launch.Server(BASE, port, 0, CONTEXT, 16, 4, 0, "float32")
         self.url = f"http://127.0.0.1:{port}"
         self.log_path = directory / f"sglang-{port}.log"
         argv = [sys.executable, "-I", "-S", "-c", CHILD, str(os.getpid()), *launch.command(spec, told)]
         with self.log_path.open("wb") as log:
-            environment = os.environ | launch.environment(spec, told)
+            environment = os.environ | launch.environment(spec, 1)
             self.process = subprocess.Popen(argv, stdout=log, stderr=log, env=environment, start_new_session=True)
 
     def wait(self) -> None:

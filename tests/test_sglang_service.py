@@ -41,6 +41,14 @@ def engine(service: ServiceUnderTest) -> dict:
     return found
 
 
+def family_of(service: ServiceUnderTest) -> list[psutil.Process]:
+    """The server and all that it has started."""
+    main = psutil.Process(engine(service)["pid"])
+    family = [main, *main.children(recursive=True)]
+    assert any("scheduler" in process.name() for process in family) and any("detokenizer" in process.name() for process in family)
+    return family
+
+
 def state(service: ServiceUnderTest) -> str:
     return "".join(one["state"] for one in service.run("/engines"))
 
@@ -50,18 +58,16 @@ def test_E4_V6_killed_in_a_push_and_with_its_driver_it_comes_back_and_nothing_is
     service.wait(lambda s: s["trained_version"] >= 2, "two batches", START_S)
 
     service.wait(lambda _: state(service) == "shut", "a push")
-    first = engine(service)
+    first, old_family = engine(service), family_of(service)
     os.kill(first["pid"], signal.SIGKILL)
+    assert not psutil.wait_procs(old_family, timeout=60)[1], "a child outlived its server"
     service.wait(lambda _: engine(service)["incarnation"] > first["incarnation"] and state(service) == "open", "the next life", START_S)
     version = service.run()["trained_version"]
     service.wait(lambda s: s["trained_version"] >= version + 2, "two batches after the engine's death")
 
-    family = psutil.Process(engine(service)["pid"])
-    family = [family, *family.children(recursive=True)]
-    assert any("scheduler" in process.name() for process in family), "SGLang's own children are among them"
+    family = family_of(service)
     service.kill()
-    _, alive = psutil.wait_procs(family, timeout=30)
-    assert not alive, "a server outlived its driver"
+    assert not psutil.wait_procs(family, timeout=60)[1], "a server outlived its driver"
 
     service.up()
     status = service.wait(lambda s: s["state"] == "finished", "the end", START_S)
@@ -77,8 +83,7 @@ def test_E4_V6_killed_in_a_push_and_with_its_driver_it_comes_back_and_nothing_is
 
 def test_H6_it_ends_without_a_wait_for_the_engine(service):
     service.wait(lambda _: state(service) == "open", "the engine", START_S)
-    family = [psutil.Process(engine(service)["pid"])]
-    family += family[0].children(recursive=True)
+    family = family_of(service)
     began = time.monotonic()
     assert service.terminate() == 0
     assert time.monotonic() - began < 15

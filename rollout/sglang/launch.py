@@ -36,7 +36,6 @@ class Server:
     stream_interval: int
     seed: int
     dtype: str
-    threads: int = 1
 
 
 def command(spec: SglangSpec, server: Server) -> list[str]:
@@ -67,7 +66,7 @@ def command(spec: SglangSpec, server: Server) -> list[str]:
     return [*module, *(str(part) for flag in flags.items() for part in flag), *switches, *spec.args]
 
 
-def environment(spec: SglangSpec, server: Server) -> dict[str, str]:
+def environment(spec: SglangSpec, threads: int) -> dict[str, str]:
     """Beside the driver's own. Its PYTHONPATH is not handed on: SGLang's environment must not meet our packages."""
     common = {
         "PYTHONPATH": "",
@@ -78,10 +77,10 @@ def environment(spec: SglangSpec, server: Server) -> dict[str, str]:
     }
     if spec.device != "cpu":
         return common
-    threads = {"OMP_NUM_THREADS": str(server.threads)}
+    common |= {"PYTHONPATH": str(SHIMS), "SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": str(threads)}
     if spec.tp > 1:  # SGLang would otherwise want a NUMA node for each rank
-        threads["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(rank) for rank in range(spec.tp))
-    return common | {"PYTHONPATH": str(SHIMS), "SGLANG_USE_CPU_ENGINE": "1"} | threads
+        common["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(rank) for rank in range(spec.tp))
+    return common
 
 
 def _kv_tokens(server: Server) -> int:

@@ -12,8 +12,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-TESTED_VERSION = "0.5.23"
-OLDEST_VERSION = (0, 5, 21)  # weight updates in sessions
+from rollout.capabilities import OLDEST, SESSIONS_SINCE, TRIED, version_numbers
+
 ENVIRONMENT = ".venv-sglang"
 ASK_VERSION = "from importlib.metadata import version; print(version('sglang'))"
 ASK_DEADLINE_S = 60.0
@@ -37,11 +37,8 @@ def located(spec: SglangSpec, base: Path) -> SglangSpec:
     """With the Python's whole path and the device decided; relative paths start at `base`. ValueError with the remedy."""
     python = find_python(base / spec.python if spec.python is not None else None)
     found = version_of(python)
-    if _numbers(found) < OLDEST_VERSION:
-        oldest = ".".join(map(str, OLDEST_VERSION))
-        raise ValueError(
-            f"{python} has sglang {found}; Headrace needs {oldest} or newer (tested: {TESTED_VERSION}); `make sglang` installs it"
-        )
+    if version_numbers(found) < SESSIONS_SINCE:
+        raise ValueError(f"{python} has sglang {found}; Headrace needs {OLDEST} or newer (tried: {TRIED}); `make sglang` installs it")
     device = spec.device if spec.device != "auto" else ("cuda" if has_cuda_device() else "cpu")
     return spec.model_copy(update={"python": python, "device": device})
 
@@ -77,13 +74,3 @@ def version_of(python: Path) -> str:
 
 def has_cuda_device() -> bool:
     return Path("/dev/nvidiactl").exists()
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    """0.5.23.post1 → (0, 5, 23)."""
-    numbers = []
-    for part in version.split("."):
-        if not part.isdigit():
-            break
-        numbers.append(int(part))
-    return tuple(numbers)

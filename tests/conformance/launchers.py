@@ -11,27 +11,20 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from rollout.sglang.launch import CPU_FLAGS, environment
+from rollout.sglang.spec import SglangSpec
+
 ROOT = Path(__file__).parents[2]
-SHIMS = Path(__file__).parent / "shims"
 PYTHON_VARIABLE = "HEADRACE_SGLANG_PYTHON"
 STOP_S = 30.0
 
 # Both engines understand these.
 COMMON_FLAGS = ("--max-running-requests", "8", "--max-total-tokens", "4096", "--context-length", "512")
 SGLANG_FLAGS = (
-    *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--grammar-backend", "none"),
-    *("--disable-cuda-graph", "--disable-overlap-schedule", "--dtype", "float32", "--sleep-on-idle", "--skip-server-warmup"),
+    *("--device", "cpu", *CPU_FLAGS, "--dtype", "float32", "--sleep-on-idle", "--skip-server-warmup"),
     *("--load-snapshot-publish-interval", "1"),  # of /v1/loads, in steps
 )
-SGLANG_ENVIRONMENT = {
-    "SGLANG_USE_CPU_ENGINE": "1",
-    # /health says that the process lives; making a token to say so would hang in a pause.
-    "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
-    "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    "PYTHONWARNINGS": "ignore",
-}
+SGLANG_ENVIRONMENT = environment(SglangSpec(device="cpu"), 1) | {"PYTHONWARNINGS": "ignore"}
 
 
 def sglang_python() -> Path | None:
@@ -50,13 +43,13 @@ def launch(kind: str, model: Path, port: int, log_path: Path, flags: tuple[str, 
     """A process that will serve `model` on `port`. It has a session of its own, so that all of it can be ended together."""
     if kind == "embedded":
         command = [sys.executable, "-P", "-m", "rollout.engine"]
-        environment = {"PYTHONPATH": str(ROOT)}
+        told = {"PYTHONPATH": str(ROOT)}
     else:
         command = [str(sglang_python()), "-m", "sglang.launch_server", *SGLANG_FLAGS]
-        environment = SGLANG_ENVIRONMENT | {"PYTHONPATH": str(SHIMS)}
+        told = SGLANG_ENVIRONMENT
     command += ["--model-path", str(model), "--host", "127.0.0.1", "--port", str(port), *COMMON_FLAGS, *flags]
     with log_path.open("wb") as log:
-        return subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, **environment, **more}, start_new_session=True)
+        return subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, **told, **more}, start_new_session=True)
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:

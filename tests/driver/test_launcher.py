@@ -262,6 +262,14 @@ async def test_H6_stop_ends_within_its_deadline_and_leaves_nothing(owner, mode):
     assert not [event for event in owner.events if isinstance(event, Died)], "what was asked for is no death"
 
 
+async def test_H6_a_process_with_nothing_to_save_is_not_asked(owner):
+    process = await owner.start("stubborn", stop_signal=signal.SIGKILL)
+    began = time.monotonic()
+    await process.stop(20.0)
+    assert time.monotonic() - began < 10.0
+    await gone(process.pid)
+
+
 async def test_H6_stop_is_quick_in_every_state(owner):
     starting = await owner.launcher.start(owner.spec("silent"))
     await owner.until(Started)

@@ -135,7 +135,7 @@ def test_a_server_on_a_cpu_gets_the_shims_and_the_plain_implementations():
     }
     assert told.items() <= flags.items() and flags["--attention-backend"] == "torch_native" and "--sleep-on-idle" in flags
     assert argv[-2:] == ["--max-total-tokens", "99"], "the user's flags come last, so they win"
-    environment = launch.environment(chosen, SERVER)
+    environment = launch.environment(chosen, 1)
     assert environment["PYTHONPATH"] == str(launch.SHIMS) and environment["SGLANG_CPU_OMP_THREADS_BIND"] == "0|1"
     assert environment["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] == "0"
 
@@ -144,7 +144,7 @@ def test_a_server_on_a_gpu_is_stock_with_the_memory_saver_and_its_own_devices():
     chosen = SglangSpec(python=Path("/v/bin/python"), device="cuda", tp=2)
     flags = flags_of(launch.command(chosen, SERVER))
     assert flags["--base-gpu-id"] == "2" and "--enable-memory-saver" in flags and "--attention-backend" not in flags
-    assert launch.environment(chosen, SERVER)["PYTHONPATH"] == "", "no shims, and none of our packages"
+    assert launch.environment(chosen, 1)["PYTHONPATH"] == "", "no shims, and none of our packages"
 
 
 def test_the_kv_cache_on_a_cpu_is_bounded_in_bytes(tmp_path):
