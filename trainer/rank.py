@@ -243,7 +243,8 @@ def run(spec: TrainerSpec, incarnation: int, listener: socket.socket | None = No
         listener = listener or listen(spec.host, spec.port)
         port = listener.getsockname()[1]
         print(
-            f"trainer: {group.size} ranks up on {computing_on.type} in {time.perf_counter() - started:.2f} s, incarnation {incarnation}, "
+            f"trainer: {group.size} rank{'s' if group.size > 1 else ''} up on {computing_on.type} in "
+            f"{time.perf_counter() - started:.2f} s, incarnation {incarnation}, "
             f"port {port}",
             flush=True,
         )
