@@ -18,7 +18,7 @@ from typing import Any, Literal, get_args
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from rollout.sglang.spec import SglangSpec, located
+from rollout.sglang.spec import SglangSpec, has_cuda_device, located
 from trainer.layout import misfit, misplaced, nothing_to_offload
 from trainer.loss_spec import CriticSpec, LossSpec, check_critic
 
@@ -433,6 +433,8 @@ def _check_files(config: RunConfig, base: Path) -> RunConfig:
 
 
 def _trainer_files(trainer: TrainerConfig, base: Path) -> TrainerConfig:
+    if trainer.device == "cuda" and not has_cuda_device():
+        raise ConfigError("trainer.device is cuda, and this machine has no NVIDIA device: set it to cpu, or to auto")
     loss, critic = trainer.loss, trainer.critic
     if loss.own_policy:
         loss = loss.model_copy(update={"policy": _own_function(loss.policy, base, "trainer.loss.policy")})

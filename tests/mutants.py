@@ -190,12 +190,8 @@ def main(
         out.print("[red]the list is stale[/red]: correct it, or take out what is no more\n" + "\n".join(stale), highlight=False)
         raise typer.Exit(2)
     if list_only:
-        table = Table(box=None)
-        for column in ("mutant", "faults", "file", "tests"):
-            table.add_column(column)
-        for mutant in chosen:
-            table.add_row(mutant.name, " ".join(mutant.faults), mutant.file, "\n".join(mutant.tests), style=None)
-        out.print(table, markup=False)
+        for mutant in chosen:  # whole lines, to be searched
+            print(mutant.name, " ".join(mutant.faults), mutant.file, *mutant.tests, sep="\n    ")
         return
     with copies(jobs) as free:
         started = time.monotonic()

@@ -89,7 +89,9 @@ def test_staleness_and_queues_answer_while_it_runs(service):
     assert all(sample["deadline_batch"] >= staleness["next_batch"] for sample in staleness["worst_in_flight"]), "A3"
     assert {"not_sent", "generating", "scoring", "ready", "consumed", "store", "watermark", "engine_requests"} <= queues.keys()
     assert queues["watermark"]["binding"] in ("kv", "staleness", "demand", "store")
-    assert {engine["state"] for engine in service.get("/v1/engines")["sort-digits"]} <= {"open", "shut"}
+    engines = service.get("/v1/engines")["sort-digits"]
+    assert {engine["state"] for engine in engines} <= {"open", "shut"}
+    assert all(engine["capabilities"]["embedded"] and engine["capabilities"]["sessions"] for engine in engines)
     metrics = service.http.get(f"{service.url}/metrics").text
     assert 'headrace_ledger_trained_version{run_id="sort-digits"}' in metrics
     assert service.run("/why")["sentence"]

@@ -31,6 +31,10 @@ class Refused(Exception):
         self.message = message
 
 
+class Spoiled(Refused):
+    """A command that failed when something had been changed, the same on every rank: the weights here are of no version any more."""
+
+
 class Group:
     """Join with torchrun's environment variables, or with the socket rank 0 inherited to hold the rendezvous."""
 

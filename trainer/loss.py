@@ -56,8 +56,8 @@ class Tokens:
     def at(self, index: torch.Tensor) -> Tokens:
         """Some of the tokens, of the same rows."""
         per_token = [field.name for field in fields(self) if field.name not in ("row_tokens", "sequence_tokens", "sum_rows")]
-        columns: dict[str, Any] = {name: getattr(self, name) for name in per_token}
-        return replace(self, **{name: None if column is None else column[index] for name, column in columns.items()})
+        picked: dict[str, Any] = {name: None if (column := getattr(self, name)) is None else column[index] for name in per_token}
+        return replace(self, **picked)
 
     def row_means(self, values: torch.Tensor) -> torch.Tensor:
         """[n] -> [n]: for each token the mean over its whole row, tokens on other ranks included. Not differentiated."""

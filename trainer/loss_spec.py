@@ -109,7 +109,7 @@ class LossSpec(Strict):
             return policy
         near = difflib.get_close_matches(policy, POLICIES, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}?" if near else f"choose {', '.join(POLICIES)}."
-        raise ValueError(f"policy {policy!r} is not known: {hint} A function of your own is written path/file.py:name")
+        raise ValueError(f"{policy!r} is not known: {hint} A function of your own is written path/file.py:name")
 
     @model_validator(mode="after")
     def _fits_together(self) -> LossSpec:

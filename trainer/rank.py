@@ -43,7 +43,7 @@ if __name__ == "__main__":
 
 from trainer import saving  # noqa: E402
 from trainer.export import write_buckets  # noqa: E402
-from trainer.group import Group, Refused  # noqa: E402
+from trainer.group import Group, Refused, Spoiled  # noqa: E402
 from trainer.loss import Policy  # noqa: E402
 from trainer.memory import Peaks  # noqa: E402
 from trainer.model import Model  # noqa: E402
@@ -120,7 +120,11 @@ class Rank:
         if request.batch_id != version:
             again = " with another plan than the one that was trained" if self._last and request.batch_id == version - 1 else ""
             raise Refused(409, f"batch {request.batch_id} came{again}, but this trainer has trained {version} batches and wants {version}")
-        report = self._stepper().train(request)
+        try:
+            report = self._stepper().train(request)
+        except Spoiled:
+            self._model, self._desk.loaded = None, False  # nothing may be saved, pushed or trained from here
+            raise
         self._epoch = request.epoch
         self._desk.trained_version = report.trained_version
         self._last = (digest, report)
@@ -239,7 +243,8 @@ def run(spec: TrainerSpec, incarnation: int, listener: socket.socket | None = No
         listener = listener or listen(spec.host, spec.port)
         port = listener.getsockname()[1]
         print(
-            f"trainer: {group.size} ranks up on {computing_on.type} in {time.perf_counter() - started:.2f} s, incarnation {incarnation}, "
+            f"trainer: {group.size} rank{'s' if group.size > 1 else ''} up on {computing_on.type} in "
+            f"{time.perf_counter() - started:.2f} s, incarnation {incarnation}, "
             f"port {port}",
             flush=True,
         )

@@ -23,7 +23,7 @@ import torch
 
 from trainer.device import tensor
 from trainer.forward import Forward, MicroBatches, every
-from trainer.group import Group
+from trainer.group import Group, Refused, Spoiled
 from trainer.loss import Policy, Sums, Tokens, ValueTokens, denominator, loss_sums, units, value_sums
 from trainer.memory import Peaks, binding
 from trainer.model import Model
@@ -79,6 +79,7 @@ class Stepper:
     ) -> None:
         self._spec, self._group, self._model, self._policy, self._advanced = spec, group, model, policy, advanced
         self._peaks = peaks or Peaks()
+        self._policy_fault: str | None = None
         self._forward = Forward(spec, group, model.hf_config.vocab_size, advanced)
         self._columns = columns(spec)
         self._routing = Routing.of(model.hf_config) if spec.routing_replay else None
@@ -162,6 +163,7 @@ class Stepper:
             return
         with self._peaks.phase("forward_backward"):
             sums, value = self._gradients(share, count, sampler)
+        self._agree_on_policy()
         forwarded = time.perf_counter()
         tally.forward_backward_s += forwarded - started
         models = [self._model] if self._model.critic is None else [self._model, self._model.critic]
@@ -183,6 +185,15 @@ class Stepper:
             tally.skipped.update(dict.fromkeys(row_ids, reason))
             self._dump(request, index, row_ids, {"reason": reason, **_by_name(sums), "grad_norm": norms[0]})
         tally.optimizer_s += time.perf_counter() - forwarded
+
+    def _agree_on_policy(self) -> None:
+        """Raises Spoiled on all ranks when the user's function failed on one. Earlier mini-batches of the batch may have been stepped."""
+        if not self._spec.loss.own_policy:
+            return
+        try:
+            self._group.agree((422, self._policy_fault) if self._policy_fault else None)
+        except Refused as refused:
+            raise Spoiled(refused.status, refused.message) from refused
 
     def _count(self, planned: Sequence[PlanRow], share: MicroBatches, sampler: tuple[int, int] | None) -> Count:
         """One sum over all ranks, after every mask: the tokens in the loss by sequence, and the rows that this version sampled."""
@@ -246,8 +257,19 @@ class Stepper:
             sum_rows=self._forward.sum_rows,
         )
         same = tensor([r.sampled_by(sampler) for r in rows], torch.bool, on)[row]
-        loss, sums = loss_sums(self._spec.loss, tokens, same, self._policy)
+        loss, sums = self._policy_sums(tokens, same)
         return loss / count.divisor, torch.zeros((), dtype=torch.int), sums
+
+    def _policy_sums(self, tokens: Tokens, same: torch.Tensor) -> tuple[torch.Tensor, Sums]:
+        """A function of the user's that fails here fails alone: the other ranks are in the midst of their collectives, so this one goes on
+        with a loss that is not a number, until all have come to where they agree."""
+        try:
+            return loss_sums(self._spec.loss, tokens, same, self._policy)
+        except Exception as error:
+            if not self._spec.loss.own_policy:
+                raise
+            self._policy_fault = f"policy {self._spec.loss.policy} failed on {len(tokens.row)} tokens: {type(error).__name__}: {error}"
+            return tokens.log_probs.sum() * math.nan, Sums.nothing()
 
     def _value_loss(self, count: Count, rows: list[Row], packed: Pack, output: torch.Tensor) -> Any:
         """As `_loss`, for the critic: the mean over all tokens in the loss."""

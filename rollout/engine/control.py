@@ -58,7 +58,8 @@ class Control:
         if self._idle():
             return Outcome(True, "")
         scheduler = self.scheduler
-        return Outcome(False, f"Cache not flushed: {len(scheduler.running)} requests run and {len(scheduler.waiting)} wait.\n")
+        log.info("flush refused: %d requests run and %d wait", len(scheduler.running), len(scheduler.waiting))
+        return Outcome(False, "Flush cache failed.\n")
 
     def _idle(self) -> bool:
         scheduler = self.scheduler

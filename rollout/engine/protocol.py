@@ -159,6 +159,10 @@ class SlowDownBody(msgspec.Struct):
     forward_sleep_time: float | None
 
 
+class Rejected(ValueError):
+    """What SGLang finds only in its scheduler: a stream is then told by a chunk that ends it, not by an error event."""
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
     """What requests are checked against. `has_text` says whether the engine has a tokenizer."""
@@ -254,7 +258,7 @@ def complete(request: Request, body: GenerateBody, input_ids: list[Any], limits:
             "completion. Please reduce the number of tokens in the input messages or the completion to fit within the limit."
         )
     if length >= limits.max_prompt:
-        raise ValueError(
+        raise Rejected(
             f"Input length ({length} tokens) exceeds the maximum allowed length ({limits.max_prompt} tokens). "
             "Use a shorter input or enable --allow-auto-truncate."
         )
@@ -265,7 +269,7 @@ def complete(request: Request, body: GenerateBody, input_ids: list[Any], limits:
             "a real SGLang 0.5.23 dies of it"
         )
     if request.logprob_start_len > length:
-        raise ValueError(
+        raise Rejected(
             f"req.logprob_start_len={request.logprob_start_len} is higher than the number of input tokens "
             f"len(req.origin_input_ids)={length}. Please use a smaller logprob_start_len."
         )

@@ -56,6 +56,12 @@ def build_reply(request: Request, weight_version: str, text: Text | None, sent: 
     return reply
 
 
+def rejection(error: Exception) -> dict[str, Any]:
+    """The one chunk of a stream that the scheduler refused. (SGLang's holds a token of its own making, which nobody may believe.)"""
+    finish = {"type": "abort", "message": str(error), "status_code": 400, "err_type": "BadRequestError"}
+    return {"text": "", "output_ids": [], "meta_info": {"finish_reason": finish, "completion_tokens": 0}}
+
+
 def _logprobs(request: Request, start: int, visible: int) -> dict[str, Any]:
     found: dict[str, Any] = {
         "input_token_logprobs": request.input_logprobs or [],

@@ -24,6 +24,7 @@ from rollout.engine.contract import contract_error
 from rollout.engine.control import Fatal, Outcome
 from rollout.engine.engine import Engine, RequestFailed
 from rollout.engine.protocol import GenerateBody, SamplingParams
+from rollout.engine.replies import rejection
 
 log = logging.getLogger(__name__)
 
@@ -143,6 +144,8 @@ class Server:
                     await asyncio.gather(*(self._send(response, one, index) for index, one in enumerate(requests)))
                 else:
                     await self._send(response, requests[0], None)
+        except protocol.Rejected as error:
+            await response.write(_event(rejection(error)))
         except ValueError as error:
             log.error("streamed request refused: %s", error)
             problem = {"message": str(error), "type": "invalid_request_error", "code": 400, "retryable": False}

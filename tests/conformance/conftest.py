@@ -42,22 +42,39 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="session")
 def start(kind: str, checkpoints: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
-    """Start engines with more flags; `ready=False` returns at once. All are ended with the session."""
+    """Start engines with more flags. All are ended with the session."""
     started: list[Server] = []
 
-    def go(*flags: str, ready: bool = True, **environment: str) -> Server:
+    def go(*flags: str) -> Server:
         port, log_path = free_port(), tmp_path_factory.mktemp("engine") / "engine.log"
-        server = Server(kind, launch(kind, checkpoints[0], port, log_path, flags, environment), port, log_path, checkpoints[0])
+        server = Server(kind, launch(kind, checkpoints[0], port, log_path, flags), port, log_path, checkpoints[0])
         started.append(server)
-        if ready:
-            wait_ready(server)
+        wait_ready(server)
         return server
 
     yield go
     for server in started:
-        stop(server.process)
-        server.background.shutdown(wait=False, cancel_futures=True)
-        server.client.close()
+        end(server)
+
+
+@pytest.fixture
+def start_briefly(start: Start) -> Iterator[Start]:
+    """As `start`, for engines that end with the test: a real server takes 1.5 GB."""
+    started: list[Server] = []
+
+    def go(*flags: str) -> Server:
+        started.append(start(*flags))
+        return started[-1]
+
+    yield go
+    for server in started:
+        end(server)
+
+
+def end(server: Server) -> None:
+    stop(server.process)
+    server.background.shutdown(wait=False, cancel_futures=True)
+    server.client.close()
 
 
 def wait_ready(server: Server) -> None:
@@ -100,6 +117,6 @@ def engine(running: list[Server], start: Start) -> Iterator[Server]:
 
 
 @pytest.fixture
-def victim(request: pytest.FixtureRequest, kind: str, start: Start) -> Server:
+def victim(request: pytest.FixtureRequest, kind: str, start_briefly: Start) -> Server:
     """An engine that the test may kill; the embedded one, which is not supposed to die, is the shared one."""
-    return request.getfixturevalue("engine") if kind == "embedded" else start()
+    return request.getfixturevalue("engine") if kind == "embedded" else start_briefly()

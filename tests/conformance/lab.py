@@ -19,6 +19,8 @@ PROMPT = [80, 81, 82, 35, 60]
 SLOW_S = 0.05  # one step of the engine while it is slowed down
 CALL_S = 90.0  # a call that a busy machine may take long to answer
 DIES_S = 60.0
+# Idle connections are closed before the servers do it, which both do after some seconds.
+LIMITS = httpx.Limits(max_connections=None, keepalive_expiry=1.0)
 
 
 def wait_for(holds: Callable[[], bool], what: str, deadline_s: float = CALL_S) -> None:
@@ -38,7 +40,7 @@ class Server:
     log_path: Path
     model: Path
     headers: dict[str, str] = field(default_factory=dict)
-    client: httpx.Client = field(default_factory=lambda: httpx.Client(trust_env=False, limits=httpx.Limits(max_connections=None)))
+    client: httpx.Client = field(default_factory=lambda: httpx.Client(trust_env=False, limits=LIMITS))
     background: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(32))
 
     @property
@@ -102,7 +104,13 @@ class Server:
             for i, rid in enumerate(rids)
         ]
         least = len(rids) * (len(prompt) + 1) + 3
-        wait_for(lambda: self.load() == len(rids) and self.load("num_used_tokens") >= least, "the requests to run")
+
+        def all_run() -> bool:
+            for one in asked:
+                assert not one.done(), one.result()
+            return self.load() == len(rids) and self.load("num_used_tokens") >= least
+
+        wait_for(all_run, "the requests to run")
         return asked
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,6 +17,8 @@ from rollout.sglang.spec import SglangSpec
 ROOT = Path(__file__).parents[2]
 PYTHON_VARIABLE = "HEADRACE_SGLANG_PYTHON"
 STOP_S = 30.0
+PR_SET_PDEATHSIG = 1
+LIBC = ctypes.CDLL(None)
 
 # Both engines understand these.
 COMMON_FLAGS = ("--max-running-requests", "8", "--max-total-tokens", "4096", "--context-length", "512")
@@ -39,7 +41,7 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def launch(kind: str, model: Path, port: int, log_path: Path, flags: tuple[str, ...], more: Mapping[str, str]) -> subprocess.Popen[bytes]:
+def launch(kind: str, model: Path, port: int, log_path: Path, flags: tuple[str, ...]) -> subprocess.Popen[bytes]:
     """A process that will serve `model` on `port`. It has a session of its own, so that all of it can be ended together."""
     if kind == "embedded":
         command = [sys.executable, "-P", "-m", "rollout.engine"]
@@ -49,7 +51,14 @@ def launch(kind: str, model: Path, port: int, log_path: Path, flags: tuple[str, 
         told = SGLANG_ENVIRONMENT
     command += ["--model-path", str(model), "--host", "127.0.0.1", "--port", str(port), *COMMON_FLAGS, *flags]
     with log_path.open("wb") as log:
-        return subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, **told, **more}, start_new_session=True)
+        return subprocess.Popen(
+            command,
+            stdout=log,
+            stderr=log,
+            env={**os.environ, **told},
+            start_new_session=True,
+            preexec_fn=lambda: LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL),  # a server does not outlive the tests, however they end
+        )
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:

@@ -24,8 +24,8 @@ def demand(server: Server, paths: tuple[str, ...], key: str | None, expect: int)
     assert {path: status(server, path, key) for path in paths} == dict.fromkeys(paths, expect)
 
 
-def test_an_api_key_opens_everything(start: Start) -> None:
-    server = start("--api-key", "ka")
+def test_an_api_key_opens_everything(start_briefly: Start) -> None:
+    server = start_briefly("--api-key", "ka")
     demand(server, PROBES, None, 200)
     demand(server, (*READS, "/generate", *CONTROL), "no", 401)
     demand(server, (*READS, "/generate", *CONTROL), "ka", 200)
@@ -33,15 +33,15 @@ def test_an_api_key_opens_everything(start: Start) -> None:
     assert bare.status_code == 401
 
 
-def test_an_admin_key_alone_closes_only_control(start: Start) -> None:
-    server = start("--admin-api-key", "kb")
+def test_an_admin_key_alone_closes_only_control(start_briefly: Start) -> None:
+    server = start_briefly("--admin-api-key", "kb")
     demand(server, (*PROBES, *READS, "/generate"), None, 200)
     demand(server, CONTROL, "no", 401)
     demand(server, CONTROL, "kb", 200)
 
 
-def test_with_both_keys_each_opens_its_own_and_nothing_else(start: Start) -> None:
-    server = start("--api-key", "ka", "--admin-api-key", "kb")
+def test_with_both_keys_each_opens_its_own_and_nothing_else(start_briefly: Start) -> None:
+    server = start_briefly("--api-key", "ka", "--admin-api-key", "kb")
     demand(server, PROBES, None, 200)
     demand(server, (*READS, "/generate"), "ka", 200)
     demand(server, (*READS, "/generate"), "kb", 401)

@@ -43,6 +43,7 @@ def write(tmp_path: Path, **sections: object) -> Path:
         ({"trainer": {"loss": {"kl": {"reference": "nowhere"}}}}, ["trainer.loss.kl.reference", "no config.json"]),
         ({"trainer": {"loss": {"kl": {"coefficient": 0.1, "where": "reward"}}}}, ["trainer", "needs a critic", "kl.where: loss"]),
         ({"trainer": {"critic": {"targets": "vtrace"}}}, ["trainer", "loss.old_log_probs: recomputed"]),
+        ({"trainer": {"device": "cuda"}}, ["trainer.device is cuda", "no NVIDIA device", "cpu"]),
         ({"trainer": {"critic": {"gama": 1.0}}}, ["'trainer.critic.gama'", "'gamma'"]),
         ({"trainer": {"critic": {"model_path": "nowhere"}}}, ["trainer.critic.model_path", "no config.json"]),
         ({"rollout": {"sampling": {"top_p": 0.9}}}, ["unknown key 'rollout.sampling.top_p'"]),

@@ -43,8 +43,8 @@ def test_the_trainer_is_told_the_configured_layout(tmp_path: Path) -> None:
 
 def test_the_trainer_is_told_every_switch_and_the_engines_the_dtype_of_what_is_pushed_to_them(tmp_path: Path) -> None:
     switches = {"tp": 2, "sequence_parallel": "true", "recompute": "full", "distributed_optimizer": "true", "dtype": "bfloat16"}
-    switches |= {"device": "cuda", "transformer_engine": "off", "optimizer_offload": 0.25}
-    found = processes(tmp_path, *(f"trainer.{name}={value}" for name, value in switches.items()))
+    switches |= {"transformer_engine": "off", "optimizer_offload": 0.25}
+    found = processes(tmp_path, *(f"trainer.{name}={value}" for name, value in switches.items()), device="cuda")
     spec = trainer_spec(found)
     assert (spec.sequence_parallel, spec.recompute, spec.distributed_optimizer, spec.dtype) == (True, "full", True, "bfloat16")
     assert (spec.device, spec.transformer_engine, spec.optimizer_offload) == ("cuda", "off", 0.25)

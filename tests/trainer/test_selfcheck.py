@@ -17,7 +17,7 @@ import torch
 from driver.selfcheck import command
 from tests.trainer.steps import ADAM, dealt
 from trainer.loss import REGISTRY, Tokens, ppo_clip
-from trainer.loss_spec import LossSpec
+from trainer.loss_spec import KLSpec, LossSpec
 from trainer.own_loss import resolve
 from trainer.selfcheck_splits import COMPANY, CUT, KEPT, LIMIT, NOTHING, PLACE, Finding, check, draw, error
 from trainer.spec import TrainerSpec
@@ -121,8 +121,9 @@ def test_the_made_up_rows_are_on_both_sides_of_the_clip_and_masked_positions_hol
 
 
 def test_an_error_that_is_not_a_number_is_no_small_error() -> None:
-    expected = {"the loss": torch.ones(1)}
-    assert error({"the loss": torch.full((1,), torch.nan)}, expected) == float("inf")
+    expected = {"the loss": torch.ones(1), "a gradient": torch.ones(2)}
+    assert error(expected | {"the loss": torch.full((1,), torch.nan)}, expected) == float("inf")
+    assert error(expected | {"the loss": torch.full((1,), 1.5)}, expected | {"the loss": torch.zeros(1)}) == 1.5, "it is a sum that cancels"
     assert not Finding("", float("nan"), LIMIT, "").ok
 
 
@@ -278,3 +279,10 @@ def test_M2_a_function_that_only_a_layout_breaks_is_found_by_it(tmp_path: Path) 
 def test_every_policy_of_ours_is_in_the_selfcheck_s_tests() -> None:
     assert REGISTRY.keys() <= SPECS.keys() and resolve(SPECS["ppo_clip"]) is ppo_clip
     assert json.loads(SPECS["soft_clip"].model_dump_json())["params"] == {"width": 0.1}
+
+
+def test_a_function_that_asks_for_a_reference_where_none_is_loaded_is_told_how_to_have_one(tmp_path: Path) -> None:
+    (tmp_path / "near.py").write_text("def loss(tokens, spec):\n    return (tokens.log_probs - tokens.reference) ** 2\n")
+    with pytest.raises(ValueError, match=r"tokens.reference is None: set loss.kl.reference"):
+        resolve(LossSpec(policy=f"{tmp_path}/near.py:loss"))
+    resolve(LossSpec(policy=f"{tmp_path}/near.py:loss", kl=KLSpec(reference=tmp_path)))

@@ -388,3 +388,25 @@ async def port_of(run_dir: Path) -> int:
         except (FileNotFoundError, json.JSONDecodeError):
             assert time.monotonic() < give_up
             await asyncio.sleep(0.02)
+
+
+async def test_a_function_of_the_user_s_that_fails_in_training_is_the_answer_and_nothing_can_be_saved_of_what_it_left(
+    start: Any, rows: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "mine.py").write_text(
+        "def loss(tokens, spec):\n    if len(tokens.row) > 6:\n        raise RuntimeError('too many for me')\n"
+        "    return -tokens.advantage * (tokens.log_probs - tokens.old).exp()\n"
+    )
+    rng = np.random.default_rng(71)
+    short, long = (rows.put(name, rows.columns(rng, 3, size), 1.0) for name, size in (("short", 3), ("long", 40)))
+    async with start(dp=2, loss={"policy": f"{tmp_path}/mine.py:loss"}) as trainer:
+        await trainer.client.load()
+        pids = trainer.rank_pids()
+        await trainer.client.train(0, 0, 1e-3, [MiniBatch(ranks=[[[short]], []])])
+        half = [MiniBatch(ranks=[[[short]], []]), MiniBatch(ranks=[[], [[long]]])]
+        with pytest.raises(TrainerRefused, match=r"mine.py:loss failed on \d+ tokens: RuntimeError: too many for me"):
+            await trainer.client.train(1, 0, 1e-3, half)
+        with pytest.raises(TrainerRefused, match="no weights are loaded"):
+            await trainer.client.save(str(tmp_path / "checkpoints"))
+        assert (await trainer.client.health()).state == "empty" and trainer.rank_pids() == pids, "no rank died of it"
+        await trainer.client.load()
