@@ -76,8 +76,13 @@ class Server:
         return self.post("/generate", {"input_ids": input_ids, "sampling_params": sampling, "return_logprob": True} | (top or {}), expect)
 
     def stream(self, body: dict[str, Any]) -> list[dict[str, Any]]:
-        """All events of a streamed call; the last must be [DONE]."""
-        response = self.request("POST", "/generate", body | {"stream": True})
+        """All events of a streamed call; the last must be [DONE].
+
+        On a connection of its own: two seconds after it refused a streamed request, SGLang drops the connection that brought it, whatever
+        other request is on it by then.
+        """
+        headers = self.headers | {"connection": "close"}
+        response = self.client.post(self.url + "/generate", json=body | {"stream": True}, headers=headers, timeout=CALL_S)
         assert response.status_code == 200, response.text
         assert response.headers["content-type"].startswith("text/event-stream")
         events = response.text.removesuffix("\n\n").split("\n\n")
