@@ -133,6 +133,8 @@ class Processes:
         process = self._launcher.processes[name]
         try:
             capabilities = await client.capabilities()
+            if not capabilities.embedded:
+                await client.freeze_gc()
         except EngineError as error:
             if (process.state, process.incarnation) != ("ready", event.incarnation):
                 return  # it died meanwhile, and its next life registers itself

@@ -197,6 +197,10 @@ class EngineClient:
         found.demand_usable(self.url)
         return found
 
+    async def freeze_gc(self) -> None:
+        """Python's collector in the server skips what lives now. A push empties the cache, and SGLang then collects: 0.4 s, else 5 ms."""
+        await self._call("POST", "/freeze_gc", None, CONTROL_S)
+
     async def loads(self) -> dict[str, Any]:
         return await self._read("/v1/loads")
 

@@ -33,7 +33,7 @@ def lab(tmp_path, monkeypatch):
     core = SimpleNamespace(ring=lambda: None)
     config = SimpleNamespace(directory=tmp_path, rollout=SimpleNamespace(max_open_requests=4))
     run = SimpleNamespace(core=core, config=config, http=None, tokenizer=SimpleNamespace(vocab_size=10), pool=EnginePool())
-    lab = SimpleNamespace(processes=Processes(run), pool=run.pool, process=Process(), answer=CURRENT)
+    lab = SimpleNamespace(processes=Processes(run), pool=run.pool, process=Process(), answer=CURRENT, frozen=0)
     lab.processes._launcher = SimpleNamespace(processes={"engine-0": lab.process})
 
     async def capabilities(_client):
@@ -50,7 +50,11 @@ def lab(tmp_path, monkeypatch):
         await asyncio.sleep(0)
         return lab.processes._lost
 
+    async def freeze_gc(_client):
+        lab.frozen += 1
+
     monkeypatch.setattr(EngineClient, "capabilities", capabilities)
+    monkeypatch.setattr(EngineClient, "freeze_gc", freeze_gc)
     lab.ready = ready
     return lab
 
@@ -59,6 +63,13 @@ async def test_an_engine_registers_with_what_it_can_do(lab):
     assert not (await lab.ready()).done()
     slot = lab.pool.slots["engine-0"]
     assert (slot.incarnation, slot.capacity, slot.capabilities) == (3, 4, CURRENT)
+    assert lab.frozen == 1, "or every push waits for the server's garbage collector"
+
+
+async def test_the_embedded_engine_has_no_collector_to_freeze(lab):
+    lab.answer = capabilities_of({"version": "0.5.23", "embedded": True}, {})
+    await lab.ready()
+    assert lab.pool.slots and lab.frozen == 0
 
 
 async def test_a_server_that_cannot_serve_ends_the_run_with_the_reason(lab):
