@@ -24,9 +24,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from driver import selfcheck
-from driver.config import ConfigError, RunConfig, load_config
+from driver.config import ConfigError, load_config
 from driver.doctor import examine
 from driver.keys import keys, section_at
+from driver.settings import RunConfig
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Asynchronous reinforcement learning of language models.")
 config_app = typer.Typer(no_args_is_help=True, help="Look at configuration files.")

@@ -13,11 +13,11 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from driver.config import RunConfig
 from driver.events import Event
 from driver.feed import Feed
 from driver.ledger import Ledger
 from driver.ledger_db import LedgerDB
+from driver.settings import RunConfig
 from store import Store
 
 

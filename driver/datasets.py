@@ -24,7 +24,7 @@ from typing import Any, BinaryIO, Literal
 import msgspec
 import orjson
 
-from driver.config import RunConfig
+from driver.settings import RunConfig
 
 Format = Literal["jsonl", "parquet"]
 Source = bytes | str | os.PathLike[str]

@@ -15,7 +15,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
 
-from driver.config import ConfigError, RunConfig, load_config, weights_bytes
+from driver.config import ConfigError, load_config, weights_bytes
+from driver.settings import RunConfig
 from rollout.capabilities import TRIED
 from rollout.sglang.spec import SglangSpec, has_cuda_device, located, version_of
 

@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from driver.config import RunConfig
+from driver.settings import RunConfig
 
 
 @dataclass(frozen=True)

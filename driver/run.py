@@ -22,7 +22,6 @@ from driver import observe
 from driver.agreement import agreement_of
 from driver.archive import Archive, FinishedTrajectory, MetricsLog, read_metrics
 from driver.batcher import smallest_batch
-from driver.config import RunConfig
 from driver.core import Core
 from driver.dispatch import Dispatch
 from driver.events import RowsLost, RunEnded, SampleDiscarded, TrajectoryRetried
@@ -34,6 +33,7 @@ from driver.processes import Processes
 from driver.publish import Publisher
 from driver.push import Pusher
 from driver.scoring import Scoring
+from driver.settings import RunConfig
 from driver.snapshot import PushImpossible
 from driver.training import CheckpointMissing, Training, rows_present
 from driver.transport import transport_of

@@ -25,7 +25,7 @@ from typing import Protocol
 import numpy as np
 
 from driver.checkpoint_files import TensorShapes, link_beside, tensor_shapes, write_safetensors
-from driver.config import RunConfig
+from driver.settings import RunConfig
 from driver.snapshot import PushImpossible, Snapshot, SnapshotGone
 from rollout.client import EngineClient, ref_payload
 from rollout.sglang.payload import HEADER_BYTES, Placed, bucket_payload, header, place

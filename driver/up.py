@@ -19,11 +19,12 @@ from typing import Any
 
 import uvicorn
 
-from driver.config import ConfigError, RunConfig
+from driver.config import ConfigError
 from driver.datasets import DatasetError, read_rows, scorable
 from driver.ledger_db import LedgerError
 from driver.run import Run
 from driver.service import create_app
+from driver.settings import RunConfig
 
 log = logging.getLogger("headrace.up")
 

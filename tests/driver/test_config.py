@@ -9,7 +9,8 @@ import pytest
 import yaml
 
 from driver.advantage import ADVANTAGES
-from driver.config import ConfigError, LossConfig, ServiceConfig, load_config, weights_bytes
+from driver.config import ConfigError, load_config, weights_bytes
+from driver.settings import LossConfig, ServiceConfig
 from trainer.loss_spec import CriticSpec, LossSpec
 
 ROOT = Path(__file__).parents[2]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typer.testing import CliRunner
 
 from driver.cli import app
-from driver.config import RunConfig
 from driver.keys import keys, section_at
+from driver.settings import RunConfig
 
 
 def test_every_key_is_listed_once_with_those_of_a_section_that_is_absent_by_default() -> None:

@@ -1,0 +1,338 @@
+"""The settings of a run: every key of its YAML, with its default and what goes wrong without it.
+
+Unknown keys are errors. What can be judged from the numbers alone is judged here; files and machines are `driver/config.py`'s.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import math
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from rollout.sglang.spec import SglangSpec
+from trainer.layout import misplaced, nothing_to_offload
+from trainer.loss_spec import CriticSpec, LossSpec, check_critic
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class SamplingConfig(_Section):
+    """Sampling of training traffic. Top-p, top-k and the like are refused: the trainer could not know the support (M5)."""
+
+    temperature: float = Field(1.0, gt=0, description="log-probs are of logits / temperature; 0 has no gradient")
+    max_new_tokens: int = Field(16, ge=1)
+    stop_token_ids: list[int] = []
+
+
+class RolloutConfig(_Section):
+    engine: Literal["embedded", "sglang"] = Field(
+        "embedded", description="embedded: ours, small models on the CPU; sglang: the real server"
+    )
+    sglang: SglangSpec = SglangSpec()
+    engines: int = Field(1, ge=1, le=64, description="engine processes started on this machine")
+    n: int = Field(8, ge=1, description="trajectories per sample; a group baseline needs at least 2")
+    min_group: int = Field(2, ge=1, description="fewer ready trajectories than this and the sample is discarded whole")
+    sampling: SamplingConfig = SamplingConfig()
+    apply_chat_template: bool = False
+    context_length: int = Field(256, ge=8)
+    max_running_requests: int = Field(128, ge=1, description="per engine: requests it decodes at once")
+    max_open_requests: int = Field(256, ge=1, description="per engine: requests sent and not answered; bounds the engine's queue")
+    deterministic: bool = Field(False, description="each request computed alone and seeded: the same run, bit for bit; slow")
+    stream_interval: int = Field(16, ge=1, description="tokens per streamed chunk: with an engine at most this much is lost a request")
+    stall_s: float = Field(60.0, gt=0, description="a request without a new token for this long is lost and goes elsewhere")
+    infrastructure_retries: int = Field(20, ge=0, description="a request lost to a dead engine is sent again this often")
+    data_retries: int = Field(1, ge=0, description="a prompt or a score that fails by itself is tried again this often")
+    engine_args: list[str] = Field([], description="further flags for the engine's command line")
+    threads: int = Field(1, ge=1)
+
+    @model_validator(mode="after")
+    def _what_sglang_can(self) -> RolloutConfig:
+        if self.engine == "sglang" and self.deterministic:
+            raise ValueError("deterministic needs engine: embedded; a real SGLang computes requests together, and its sums depend on which")
+        if self.engine == "sglang" and self.engine_args:
+            raise ValueError("engine_args are the embedded engine's; those of SGLang go under rollout.sglang.args")
+        return self
+
+
+class BatchConfig(_Section):
+    samples: int = Field(16, ge=1, description="P: samples per global batch")
+    mini_batches: int = Field(1, ge=1, description="optimizer steps per global batch")
+    micro_batch_tokens: int = Field(4096, ge=16, description="token budget of one forward and backward pass")
+
+    @model_validator(mode="after")
+    def _mini_batches_fit(self) -> BatchConfig:
+        if self.mini_batches > self.samples:
+            raise ValueError(f"mini_batches ({self.mini_batches}) exceeds samples ({self.samples}); a mini-batch is cut by sample")
+        return self
+
+
+class StalenessConfig(_Section):
+    bound: int = Field(2, ge=0, description="S: no trained sample is more than this many batches old; 0 is synchronous")
+
+
+class ScorerConfig(_Section):
+    rule: Literal["exact", "numeric", "partial"] | None = None
+    function: str | None = Field(None, description="module:attribute or path/file.py:attribute")
+    params: dict[str, Any] = {}
+    time_limit_s: float = Field(10.0, gt=0, description="a scorer that runs longer is killed and its leaf fails")
+
+    @model_validator(mode="after")
+    def _one_of(self) -> ScorerConfig:
+        if (self.rule is None) == (self.function is None):
+            raise ValueError("a scorer needs either `rule` (exact, numeric, partial) or `function` (module:attribute)")
+        return self
+
+
+class RewardConfig(_Section):
+    scorers: dict[str, ScorerConfig] = Field({"*": ScorerConfig(rule="exact")}, description="by task type; '*' is the default")
+    workers: int = Field(1, ge=1)
+    batch_wait_s: float = Field(0.01, ge=0, description="jobs are gathered this long before they are sent")
+    deadline_s: float = Field(120.0, gt=0, description="a score that has not come by then counts as lost and is asked for again")
+
+
+class LossConfig(LossSpec):
+    """The trainer's loss, and the advantage that goes into it."""
+
+    advantage: Literal["group_mean", "dr_grpo", "grpo", "rloo", "reinforce_pp", "length_aware"] = Field(
+        "group_mean",
+        description="group_mean, dr_grpo: reward - the group's mean; grpo: also over the group's std; rloo: reward - the others' mean; "
+        "reinforce_pp: reward - the group's mean, over the whole batch's std; length_aware: reward - the mean weighted by length",
+    )
+
+    @property
+    def spec(self) -> LossSpec:
+        """What the trainer is told: all but the advantage, which the plan carries as numbers."""
+        return LossSpec.model_validate(self.model_dump(exclude={"advantage"}))
+
+
+class CriticConfig(CriticSpec):
+    """PPO's critic. With one, advantages are made per token from the leaf's score, and `loss.advantage` is not used."""
+
+    learning_rate: float = Field(1e-3, gt=0, description="follows the schedule of trainer.learning_rate")
+
+    @property
+    def spec(self) -> CriticSpec:
+        return CriticSpec.model_validate(self.model_dump(exclude={"learning_rate"}))
+
+
+class TrainerConfig(_Section):
+    tp: int = Field(1, ge=1, le=64, description="tensor-parallel ranks: each layer's heads and widths are split over them")
+    pp: int = Field(1, ge=1, le=64, description="pipeline stages: the layers are split over them")
+    cp: int = Field(1, ge=1, le=64, description="context-parallel ranks: each sequence is split over them")
+    dp: int = Field(1, ge=1, le=64, description="data-parallel ranks; the trainer has tp x pp x cp x dp ranks in all")
+    ep: int = Field(1, ge=1, le=64, description="the experts of a mixture are split over so many of a stage's tp x cp x dp ranks")
+    routing_replay: bool = Field(
+        False, description="tokens go to the experts their row's `routed_experts` name; rows without it are routed by the live router"
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="auto: cuda where torch sees a GPU for every rank, else cpu; cpu keeps the trainer off the GPUs"
+    )
+    transformer_engine: Literal["auto", "off"] = Field(
+        "auto", description="auto: its kernels where it is installed, on cuda and in bfloat16; off: our own torch modules"
+    )
+    optimizer_offload: float = Field(
+        0.0, ge=0, le=1, description="cuda only: which part of the optimizer's state is kept and stepped in the host's memory"
+    )
+    dtype: Literal["float32", "bfloat16"] = Field(
+        "float32", description="of weights, activations and pushes, and of the engines; the optimizer's weights stay float32"
+    )
+    sequence_parallel: bool = Field(
+        False, description="with tp above 1: norms and residuals are split along the sequence, not repeated; always, with experts"
+    )
+    recompute: Literal["none", "selective", "full"] = Field(
+        "none", description="memory for time: attention's core, or whole layers, are computed again in the backward pass"
+    )
+    distributed_optimizer: bool = Field(False, description="the optimizer's state is spread over data- and context-parallel ranks")
+    optimizer: Literal["adam", "sgd"] = "adam"
+    momentum: float = Field(0.9, ge=0, lt=1, description="sgd only; betas and eps are adam's")
+    learning_rate: float = Field(3e-4, gt=0)
+    warmup_batches: int = Field(0, ge=0)
+    schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="decay to zero at stop.batches")
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    grad_clip: float = Field(1.0, gt=0)
+    loss: LossConfig = LossConfig()
+    critic: CriticConfig | None = Field(None, description="a value model beside the policy; {} takes the defaults")
+    threads_per_rank: int = Field(1, ge=1)
+    step_deadline_s: float = Field(600.0, gt=0, description="a training call without an answer for this long: the group is restarted")
+
+    @field_validator("transformer_engine", mode="before")
+    @classmethod
+    def _unquoted_off(cls, value: object) -> object:
+        """YAML reads a bare `off` as false."""
+        return "off" if value is False else value
+
+    @model_validator(mode="after")
+    def _a_critic_that_fits(self) -> TrainerConfig:
+        check_critic(self.loss, self.critic)
+        return self
+
+    @model_validator(mode="after")
+    def _switches(self) -> TrainerConfig:
+        if why := misplaced(self.tp, self.sequence_parallel, self.distributed_optimizer, self.optimizer):
+            raise ValueError(why)
+        if why := nothing_to_offload(self.device, self.optimizer_offload):
+            raise ValueError(why)
+        return self
+
+    def learning_rate_at(self, batch_id: int, last_batch: int | None) -> float:
+        """The rate of a batch, from its id alone, so that a restart or a replay gets the same one."""
+        if batch_id < self.warmup_batches:
+            return self.learning_rate * (batch_id + 1) / (self.warmup_batches + 1)
+        if self.schedule == "constant" or not last_batch:
+            return self.learning_rate
+        span = max(1, last_batch - self.warmup_batches)
+        done = min(1.0, (batch_id - self.warmup_batches) / span)
+        if self.schedule == "linear":
+            return self.learning_rate * (1.0 - done)
+
+        return self.learning_rate * 0.5 * (1.0 + math.cos(math.pi * done))
+
+
+class CheckpointConfig(_Section):
+    every: int = Field(10, ge=1, description="batches between checkpoints; bounds what is replayed after a loss")
+    keep_last: int = Field(2, ge=1)
+
+
+class PushConfig(_Section):
+    transport: Literal["auto", "store", "tensor", "disk"] = Field(
+        "auto", description="store: the embedded engine reads the store; tensor: SGLang maps shared memory; disk: a checkpoint directory"
+    )
+    bucket_bytes: int = Field(64 << 20, ge=1 << 10)
+    deadline_s: float = Field(60.0, gt=0, description="one engine's whole push; later it is quarantined")
+    logprob_tolerance: float | None = Field(
+        None,
+        gt=0,
+        description="largest difference of the fixed sequence's log-probs, engine to trainer; null: 1e-3, with trainer.dtype bfloat16 0.1",
+    )
+
+
+class StopConfig(_Section):
+    batches: int | None = Field(None, ge=1)
+    epochs: int | None = Field(1, ge=1, description="passes over the datasets; null: for ever")
+    reward: float | None = Field(None, description="stop when the mean reward over the last `reward_window` batches reaches this")
+    reward_window: int = Field(5, ge=1)
+
+
+class StoreConfig(_Section):
+    backend: Literal["embedded"] = "embedded"
+    directory: Path | None = Field(None, description="default /dev/shm/headrace-UID-RUN; must be a memory file system")
+    capacity_bytes: int = Field(1 << 30, ge=1 << 20)
+
+
+class ServiceConfig(_Section):
+    host: str = "127.0.0.1"
+    port: int = Field(8700, ge=0, le=65535, description="0: any free port, written to RUN_DIR/service.json")
+    token: str | None = Field(None, description="bearer token; needed as soon as host is not loopback; ${NAME} reads the environment")
+    data_roots: list[Path] = Field([], description="folders from which datasets may be read by path over REST")
+
+    @property
+    def loopback(self) -> bool:
+        if self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+    @field_validator("token")
+    @classmethod
+    def _from_environment(cls, value: str | None) -> str | None:
+        if value and value.startswith("${") and value.endswith("}"):
+            name = value[2:-1]
+            if not os.environ.get(name):
+                raise ValueError(f"the environment variable {name} is not set")
+            return os.environ[name]
+        return value
+
+    @model_validator(mode="after")
+    def _token_beyond_loopback(self) -> ServiceConfig:
+        if not self.loopback and not self.token:
+            raise ValueError(f"host {self.host} is reachable from outside: set service.token, or host: 127.0.0.1")
+        return self
+
+
+class ModelConfig(_Section):
+    path: Path = Field(description="a Hugging Face checkpoint directory (config.json, safetensors, tokenizer.json)")
+
+
+class RunConfig(_Section):
+    run_id: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")
+    run_dir: Path | None = Field(None, description="default runs/RUN_ID")
+    seed: int = 0
+    model: ModelConfig
+    rollout: RolloutConfig = RolloutConfig()
+    batch: BatchConfig = BatchConfig()
+    staleness: StalenessConfig = StalenessConfig()
+    reward: RewardConfig = RewardConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    push: PushConfig = PushConfig()
+    stop: StopConfig = StopConfig()
+    store: StoreConfig = StoreConfig()
+    service: ServiceConfig = ServiceConfig()
+    stop_deadline_s: float = Field(60.0, gt=0, description="SIGTERM waits this long for the step in flight and a last checkpoint")
+    shuffle: bool = Field(True, description="dataset rows in a seeded order, another one each epoch; false: as they came")
+    data: Path | None = Field(None, description="a dataset file submitted, and closed, at start")
+
+    @property
+    def directory(self) -> Path:
+        return (self.run_dir or Path("runs") / self.run_id).absolute()
+
+    @property
+    def store_directory(self) -> Path:
+        return self.store.directory or Path(f"/dev/shm/headrace-{os.getuid()}-{self.run_id}")
+
+    @property
+    def transport(self) -> str:
+        """How weights get into this run's engines: store, tensor or disk."""
+        if self.push.transport != "auto":
+            return self.push.transport
+        return "store" if self.rollout.engine == "embedded" else "tensor"
+
+    @property
+    def logprob_tolerance(self) -> float:
+        """Two programs that compute in bf16 are some hundredths apart, and a wrong tensor several units."""
+        return self.push.logprob_tolerance or (0.1 if self.trainer.dtype == "bfloat16" else 1e-3)
+
+    @property
+    def row_tokens(self) -> int:
+        """The longest row there can be."""
+        return self.rollout.context_length
+
+    @property
+    def sample_bytes(self) -> int:
+        """Worst case of one sample in the store: every trajectory at full length, its two objects with their headers."""
+        return self.rollout.n * (self.row_tokens * (4 + 1 + 4) + 4096 * 2)
+
+    @model_validator(mode="after")
+    def _whole(self) -> RunConfig:
+        if self.rollout.min_group > self.rollout.n:
+            raise ValueError(f"rollout.min_group ({self.rollout.min_group}) exceeds rollout.n ({self.rollout.n}): lower it to that")
+        if self.rollout.n == 1 and self.trainer.critic is None:
+            raise ValueError(
+                "rollout.n is 1: alone in its group, every trajectory has advantage 0 and nothing is trained; raise it, or set "
+                "trainer.critic"
+            )
+        if self.rollout.sampling.max_new_tokens >= self.rollout.context_length:
+            raise ValueError("rollout.sampling.max_new_tokens must be smaller than rollout.context_length, or no prompt fits")
+        if self.batch.micro_batch_tokens < self.row_tokens:
+            raise ValueError(
+                f"batch.micro_batch_tokens ({self.batch.micro_batch_tokens}) is below rollout.context_length ({self.row_tokens}): "
+                "the longest row would not fit; raise the one or lower the other"
+            )
+        if self.transport == {"embedded": "tensor", "sglang": "store"}[self.rollout.engine]:
+            raise ValueError(
+                f"push.transport {self.transport} is not for engine {self.rollout.engine}: store is for embedded, tensor for sglang; "
+                "leave it at auto, or take disk"
+            )
+        if self.trainer.schedule != "constant" and self.stop.batches is None:
+            raise ValueError(f"trainer.schedule {self.trainer.schedule} decays towards stop.batches, which is not set")
+        return self
