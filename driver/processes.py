@@ -74,6 +74,9 @@ class Processes:
             await process.wait_ready(process.spec.start_deadline_s)
 
     async def stop(self) -> None:
+        for asking in self._asking:
+            asking.cancel()
+        await asyncio.gather(*self._asking, return_exceptions=True)
         if self._launcher is not None:
             await self._launcher.stop(STOP_DEADLINE_S)
 

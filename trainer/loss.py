@@ -202,7 +202,7 @@ def loss_sums(spec: LossSpec, tokens: Tokens, same_weights: torch.Tensor, policy
     moved = tokens.at(tokens.counts.nonzero().squeeze(1))
     losses, clipped = _policy_losses(policy, moved, spec)
     losses = moved.weight * losses
-    if spec.kl.coefficient and spec.kl.where == "loss":
+    if spec.kl.in_loss:
         assert moved.reference is not None
         losses = losses + spec.kl.coefficient * kl_penalty(moved.log_probs - moved.reference, spec.kl.estimator)
     if spec.entropy_bonus:

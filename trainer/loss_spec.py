@@ -65,6 +65,14 @@ class KLSpec(Strict):
         """Whether a reference model is loaded, and every trained token has its log-prob."""
         return self.coefficient > 0.0 or self.reference is not None
 
+    @property
+    def in_loss(self) -> bool:
+        return self.coefficient > 0.0 and self.where == "loss"
+
+    @property
+    def in_reward(self) -> bool:
+        return self.coefficient > 0.0 and self.where == "reward"
+
 
 class LossSpec(Strict):
     """The policy's loss. `old` is what the ratio is against, `behaviour` what the engine recorded at sampling."""
@@ -149,7 +157,7 @@ class CriticSpec(Strict):
 def check_critic(loss: LossSpec, critic: CriticSpec | None) -> None:
     """Raises ValueError for a loss and a critic that do not fit together."""
     if critic is None:
-        if loss.kl.where == "reward" and loss.kl.coefficient:
+        if loss.kl.in_reward:
             raise ValueError(
                 "kl.where reward takes the penalty off each token's reward, which needs a critic: set critic, or kl.where: loss"
             )

@@ -73,7 +73,7 @@ def prepare(
     """All ranks together. `shares` are this rank's rows as planned, mini-batch by mini-batch; a row may stand in several."""
     micro_batches = _each_once(shares)
     found: dict[str, dict[str, np.ndarray]] = {}
-    if spec.loss.old_log_probs == "recomputed" or spec.loss.kl.where == "reward":
+    if spec.loss.old_log_probs == "recomputed" or spec.loss.kl.in_reward:
         found["old"] = forward.collect(model, micro_batches, forward.log_probs)
     if spec.loss.kl.wanted:
         assert model.reference is not None
@@ -125,8 +125,7 @@ def _with_columns(spec: TrainerSpec, row: Row, found: dict[str, np.ndarray]) -> 
     if spec.loss.correction.active:
         made["weight"], keep = targets.correction(made["old"] - made["behaviour"], spec.loss.correction)
     if spec.critic is not None:
-        in_reward = spec.loss.kl.coefficient and spec.loss.kl.where == "reward"
-        penalty = made["old"] - made["reference"] if in_reward else None
+        penalty = made["old"] - made["reference"] if spec.loss.kl.in_reward else None
         rewards = targets.token_rewards(len(row.trained), row.score, penalty, spec.loss.kl)
         if spec.critic.targets == "vtrace":
             made["advantage"], made["returns"] = targets.vtrace(rewards, made["values"], made["old"] - made["behaviour"], spec.critic)

@@ -286,3 +286,11 @@ def test_a_function_that_asks_for_a_reference_where_none_is_loaded_is_told_how_t
     with pytest.raises(ValueError, match=r"tokens.reference is None: set loss.kl.reference"):
         resolve(LossSpec(policy=f"{tmp_path}/near.py:loss"))
     resolve(LossSpec(policy=f"{tmp_path}/near.py:loss", kl=KLSpec(reference=tmp_path)))
+
+
+@pytest.mark.slow
+def test_a_loss_that_looks_at_the_reference_is_checked_in_every_layout_with_one(tmp_path: Path) -> None:
+    (tmp_path / "near.py").write_text("def loss(tokens, spec):\n    return (tokens.log_probs - tokens.reference) ** 2\n")
+    done = selfcheck(f"{tmp_path}/near.py:loss", "--rows", "8", "--set", f"kl.reference={tmp_path}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 tensor-parallel ranks" in done.stdout
