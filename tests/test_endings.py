@@ -54,7 +54,8 @@ def test_H2_W4_L4_a_short_dataset_with_bad_rows_is_trained_to_its_last_row_and_e
         {"prompt": "sort 2 =", "answer": "nan"},
         {"prompt": "sort " + "7" * 90 + " =", "answer": "long"},
     ]
-    run = run_to_the_end(tmp_path, good[:3] + bad + good[3:], "stop.batches=null", "stop.epochs=1")
+    # With a critic: without one, two groups whose rewards happen to be equal make a last batch that is skipped, and so discarded.
+    run = run_to_the_end(tmp_path, good[:3] + bad + good[3:], "stop.batches=null", "stop.epochs=1", "trainer.critic={}")
     batches = read_metrics(run)
     assert [batch["samples"] for batch in batches] == [4, 2], "the last batch is short"
     ends = list(read_trajectories(run / "archive"))
