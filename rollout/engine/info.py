@@ -46,6 +46,7 @@ def server_info(engine: Engine) -> dict[str, Any]:
     scheduler, memory = engine.scheduler, _memory(engine)
     flags = asdict(settings) | {
         "model_path": str(settings.model_path),
+        "faults": None if settings.faults is None else str(settings.faults),
         "api_key": bool(settings.api_key),
         "admin_api_key": bool(settings.admin_api_key),
     }

@@ -34,6 +34,8 @@ class Settings:
     threads: int = 1
     dtype: str = "float32"
     log_level: str = "info"
+    faults: Path | None = None
+    allow_faults: bool = False
 
 
 def parse_flags(arguments: list[str]) -> Settings:
@@ -70,6 +72,8 @@ def parse_flags(arguments: list[str]) -> Settings:
     parser.add_argument("--threads", type=_count(1, MAX_THREADS), default=default.threads, help="torch threads")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default=default.dtype)
     parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default=default.log_level)
+    parser.add_argument("--faults", type=Path, metavar="FILE", help="for tests: fail as this JSON script says (rollout/engine/faults.py)")
+    parser.add_argument("--allow-faults", action="store_true", help="for tests: POST /faults replaces the script of a running engine")
     return Settings(**vars(parser.parse_args(arguments)))
 
 
