@@ -52,6 +52,7 @@ def server_info(engine: Engine) -> dict[str, Any]:
     }
     return flags | {
         "embedded": True,
+        "computes_nothing": settings.paced is not None,
         "seeded_sampling": "sampling_seed is always honoured: noise is a hash of (seed, absolute position, token id)",
         "context_length": engine.context_length,
         "tp_size": 1,

@@ -1,4 +1,4 @@
-"""Scripted faults of a real engine process, as the client sees them: an EngineError of the right kind, with what had arrived, never a row."""
+"""Scripted faults of a real engine process, as the client sees them: an EngineError of the right kind, with what had arrived."""
 
 import asyncio
 import json
@@ -44,7 +44,7 @@ class Scripted:
         def on_tokens(ids: list[int], log_probs: list[float], version: str) -> None:
             self.heard += ids
 
-        return await self.client.generate(PROMPT, SAMPLING, rid, **({"stall_s": 20.0, "version": VERSION, "on_tokens": on_tokens} | changes))
+        return await self.client.generate(PROMPT, SAMPLING, rid, version=VERSION, **({"stall_s": 20.0, "on_tokens": on_tokens} | changes))
 
     async def failure(self, **changes: Any) -> EngineError:
         return await failed(self.generate(**changes))
@@ -226,7 +226,10 @@ def test_faults_are_an_operators_call(start: Start) -> None:
 WRONG = [
     ("{}", "a JSON list of objects"),
     ('[{"fault": "slwo", "call": "/generate"}]', "fault 0: there is no fault 'slwo'; there are slow, truncate"),
-    ('[{"fault": "slow", "call": "/generate", "second": 1}]', "unknown field `second`; the keys of slow are call, after, times, chunks, seconds"),
+    (
+        '[{"fault": "slow", "call": "/generate", "second": 1}]',
+        "unknown field `second`; the keys of slow are call, after, times, chunks, seconds",
+    ),
     ('[{"fault": "die", "call": "/generate", "after": -1}]', "Expected `int` >= 0 - at `$.after`"),
     ('[{"fault": "die", "call": "/generate", "done": true, "chunks": 1}]', "done and chunks exclude each other"),
 ]
