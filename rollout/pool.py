@@ -180,6 +180,9 @@ class EnginePool:
             self._return(slot)
 
     async def _wait(self, deadline_s: float, reason: str, avoid: Collection[str]) -> EngineSlot:
+        if not self._waiters and (free := self._best(avoid)) is not None:
+            free._take()
+            return free
         waiter = Waiter(avoid)
         try:
             async with asyncio.timeout(deadline_s):
@@ -211,7 +214,7 @@ class EnginePool:
 
     def _hand_out(self) -> None:
         """Give all the room there is to those who wait, oldest first. Room is taken here, before the caller runs."""
-        for waiter in list(self._waiters) if self._has_room() else ():
+        for waiter in list(self._waiters) if self._waiters and self._has_room() else ():
             slot = self._best(waiter.avoid)
             if slot is not None:
                 slot._take()
