@@ -136,6 +136,7 @@ class Processes:
         process = self._launcher.processes[name]
         try:
             capabilities = await client.capabilities()
+            self._run.transports.name_for(client, capabilities)
             if not capabilities.embedded:
                 await client.freeze_gc()
         except EngineError as error:

@@ -19,7 +19,6 @@ from typing import Any
 import orjson
 
 from driver import observe
-from driver.agreement import agreement_of
 from driver.archive import Archive, FinishedTrajectory, MetricsLog, read_metrics
 from driver.batcher import smallest_batch
 from driver.core import Core
@@ -36,7 +35,7 @@ from driver.scoring import Scoring
 from driver.settings import RunConfig
 from driver.snapshot import PushImpossible
 from driver.training import CheckpointMissing, Training, rows_present
-from driver.transport import transport_of
+from driver.transport import Transports
 from driver.watermark import Watermark
 from rollout.client import make_http
 from rollout.pool import EnginePool
@@ -71,15 +70,14 @@ class Run:
         self.http = make_http()
         self.pool = EnginePool()
         self.tokenizer = TokenizerView(config.model.path)
-        self.transport = transport_of(config)
-        self.transport.sweep()
+        self.transports = Transports.of(config)
+        self.transports.sweep()
         self.pusher = Pusher(
             self.pool,
             deadline_s=config.push.deadline_s,
             logprob_tolerance=config.logprob_tolerance,
             replace=lambda slot, reason: self.processes.replace(slot.engine_id, reason),
-            transport=self.transport,
-            agreement=agreement_of(config.rollout.engine),
+            transports=self.transports,
         )
         self.publisher = Publisher(self.core, self.pool, self.pusher)
         self.scoring = Scoring(self.core, wait_s=config.reward.batch_wait_s, deadline_s=config.reward.deadline_s)
@@ -192,7 +190,7 @@ class Run:
         core = self.core
         await self.processes.stop()
         self.publisher.free_all()
-        self.transport.sweep()
+        self.transports.sweep()
         try:
             if not core.db.failure:
                 await core.db.durable()

@@ -7,11 +7,13 @@ before a failure travels on the EngineError, so nothing that was sampled is lost
 
 import asyncio
 import base64
+import ipaddress
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from types import TracebackType
 from typing import Any, Literal, Self
+from urllib.parse import urlsplit
 
 import aiohttp
 import httpx
@@ -45,6 +47,14 @@ def make_http(limits: httpx.Limits | None = None) -> httpx.AsyncClient:
     return HttpxAiohttpClient(limits=limits, timeout=None, trust_env=False)
 
 
+def is_loopback(host: str) -> bool:
+    """Of a name other than localhost nothing is asked: it is not."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
 def ref_payload(ref: Mapping[str, Any], ranks: int = 1) -> list[str]:
     """`serialized_named_tensors` for the load format `headrace_store`: each rank gets the store's Ref, as JSON, never a pickle."""
     return [base64.b64encode(orjson.dumps(dict(ref))).decode()] * ranks
@@ -55,6 +65,7 @@ class EngineClient:
 
     def __init__(self, url: str, http: httpx.AsyncClient, api_key: str | None = None, *, vocab_size: int | None = None) -> None:
         self.url = url.rstrip("/")
+        self.on_this_host = is_loopback(urlsplit(self.url).hostname or "")
         self.vocab_size = vocab_size
         self._http = http
         self._headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {api_key}"} if api_key else {})

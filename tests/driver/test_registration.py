@@ -7,6 +7,7 @@ import pytest
 
 from driver.launcher import Ready, StartFailed
 from driver.processes import Processes
+from driver.transport import Transports
 from rollout.answer import EngineError
 from rollout.capabilities import capabilities_of
 from rollout.client import EngineClient
@@ -33,6 +34,7 @@ def lab(tmp_path, monkeypatch):
     core = SimpleNamespace(ring=lambda: None)
     config = SimpleNamespace(directory=tmp_path, rollout=SimpleNamespace(max_open_requests=4))
     run = SimpleNamespace(core=core, config=config, http=None, tokenizer=SimpleNamespace(vocab_size=10), pool=EnginePool())
+    run.transports = Transports("auto", {})
     lab = SimpleNamespace(processes=Processes(run), pool=run.pool, process=Process(), answer=CURRENT, frozen=0)
     lab.processes._launcher = SimpleNamespace(processes={"engine-0": lab.process})
 
