@@ -96,6 +96,7 @@ class Run:
             on_running_again=self.dispatch.enqueue,
             replace=lambda reason: self.processes.replace("trainer-0", reason),
         )
+        self.model_facts = orjson.loads((config.model.path / "config.json").read_bytes())
         self.processes = Processes(self)
         self.state = "starting"
         self.failure: str | None = None
