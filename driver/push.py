@@ -25,6 +25,7 @@ from rollout.client import EngineClient
 from rollout.pool import EnginePool, EngineSlot
 
 log = logging.getLogger("headrace.push")
+AGAIN_S = 0.2  # a connection that was cut is seldom there again at once
 LEAVE_S = 10.0
 UNFINISHED_VERSION = "unfinished"
 REMEMBERED_VERSIONS = 10_000  # more than any trajectory in flight can span
@@ -91,6 +92,8 @@ class Pusher:
                     log.warning("push of version %d to %s failed (attempt %d): %s", snapshot.version, slot.engine_id, attempt, reason)
                     if slot.state == "gone":
                         break
+                    if attempt == 1:
+                        await asyncio.sleep(AGAIN_S)
             if slot.state != "gone":
                 self._pool.quarantine(slot, f"push of version {snapshot.version} failed: {reason}")
                 await self._replace(slot, f"push of version {snapshot.version} failed: {reason}")
