@@ -62,6 +62,7 @@ class Run:
         db = LedgerDB(config.directory / "ledger.sqlite")
         ledger = db.load()
         store = EmbeddedStore(config.store_directory, config.store.capacity_bytes)
+        store.claim()
         feed = Feed(db, seed=config.seed, shuffle=config.shuffle, passes=config.stop.epochs)
         self.core = Core(config, ledger, db, feed, store)
         self.store = store
