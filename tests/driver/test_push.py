@@ -190,9 +190,9 @@ async def test_L3_tokens_of_weights_that_failed_their_check_are_cut_and_verified
     pushing = asyncio.create_task(pusher.push_all(later))
     while slot.state != "shut":  # noqa: ASYNC110 - the scripted engine steps with the loop
         await asyncio.sleep(0)
-    trusted = await pusher.trusted(slot, answer)  # waits for the push to be decided
+    trusted = await pusher.trusted(answer)  # waits for the push to be decided
     assert slot.state == "quarantined"
     assert trusted == Prefix([1, 2], [-0.1] * 2, [(old, 0, 2)])
     await pushing
     whole = Prefix([1, 2], [-0.1] * 2, [(old, 0, 2)])
-    assert await pusher.trusted(slot, whole) is whole
+    assert await pusher.trusted(whole) is whole
