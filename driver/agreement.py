@@ -13,6 +13,7 @@ import hashlib
 from typing import Any, Protocol
 
 from driver.snapshot import PushRefused, Snapshot
+from rollout.capabilities import Capabilities
 
 REMEMBERED = 1000
 
@@ -66,8 +67,17 @@ class WholeEngine:
             del self._weights_of[self._sum_of.pop(oldest)]
 
 
-def agreement_of(engine: str) -> Agreement:
-    return EachTensor() if engine == "embedded" else WholeEngine()
+class Agreements:
+    """Which an engine's sums are held to: real servers of one layout share one."""
+
+    def __init__(self) -> None:
+        self._each_tensor = EachTensor()
+        self._whole: dict[tuple[int, int], WholeEngine] = {}
+
+    def of(self, capabilities: Capabilities | None) -> Agreement:
+        if capabilities is None or capabilities.embedded:
+            return self._each_tensor
+        return self._whole.setdefault((capabilities.tensor_parallel, capabilities.expert_parallel), WholeEngine())
 
 
 def _digest(snapshot: Snapshot) -> str:

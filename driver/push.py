@@ -3,9 +3,10 @@
     gate shut → pause(retract) → release KV → begin → buckets → end → checksums agree → version → resume KV → continue
       → log-probs of a fixed sequence match the trainer's → gate open
 
-The driver remembers what it has paused, released and opened on this incarnation and makes only calls that are legal in that state (an
-illegal one kills a real server). A failure is retried once from wherever it stopped; then the engine is quarantined: its gate stays
-shut and its process is replaced. A version is shown for an engine only after that engine has reported it and passed the checks (A5).
+Every attempt begins with the pause and the release, which are legal in whatever state an engine is, twice in a row too, and where one may
+be open ends the update session in between: an illegal call (memory resumed that is not released) kills a real server, and the one behind
+an address may have been started anew in between. A failure is retried once; then the engine is quarantined: its gate stays shut and its
+process is replaced. A version is shown for an engine only after that engine has reported it and passed the checks (A5).
 """
 
 from __future__ import annotations
@@ -16,25 +17,18 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from driver.agreement import Agreement, EachTensor
-from driver.snapshot import PushRefused, Snapshot
-from driver.transport import Parcel, StoreTransport, Transport
+from driver.agreement import Agreements
+from driver.snapshot import MadeTokens, PushRefused, Snapshot
+from driver.transport import Parcel, StoreTransport, Transports
 from rollout.answer import EngineError, Prefix
 from rollout.client import EngineClient
 from rollout.pool import EnginePool, EngineSlot
 
 log = logging.getLogger("headrace.push")
+AGAIN_S = 0.2  # a connection that was cut is seldom there again at once
+LEAVE_S = 10.0
+UNFINISHED_VERSION = "unfinished"
 REMEMBERED_VERSIONS = 10_000  # more than any trajectory in flight can span
-
-
-@dataclass
-class _Progress:
-    """What this push has done to this incarnation, so that a retry makes only legal calls."""
-
-    paused: bool = False
-    released: bool = False
-    session: bool = False
-    labelled: bool = False
 
 
 @dataclass(frozen=True)
@@ -56,17 +50,17 @@ class Pusher:
         deadline_s: float,
         logprob_tolerance: float,
         replace: Callable[[EngineSlot, str], Awaitable[None]],
-        transport: Transport | None = None,
-        agreement: Agreement | None = None,
+        transports: Transports | None = None,
+        agreements: Agreements | None = None,
     ) -> None:
         self._pool = pool
-        self._transport = transport or StoreTransport()
-        self._agreement = agreement or EachTensor()
+        self._transports = transports or Transports("auto", {"store": StoreTransport})
+        self._agreements = agreements or Agreements()
         self._deadline_s = deadline_s
         self._tolerance = logprob_tolerance
         self._replace = replace
-        self._verified: dict[tuple[str, str], None] = {}  # (engine_id, version text), the oldest first
-        self._pushing: dict[str, asyncio.Future[None]] = {}
+        self._verified: dict[str, None] = {}  # version texts, which name the engine too; the oldest first
+        self._pushing: dict[str, tuple[str, asyncio.Future[None]]] = {}  # engine_id → the version text on its way there, its end
         self.gap_max = 0.0
         self.seconds = 0.0
 
@@ -75,49 +69,71 @@ class Pusher:
 
         Raises SnapshotGone, and PushImpossible when the fault is the snapshot's or this host's.
         """
-        async with self._transport.prepared(snapshot) as parcel:
-            slots = [slot for slot in self._pool.slots.values() if slot.verified != snapshot.label(slot.incarnation)]
-            return list(await asyncio.gather(*(self.push(slot, snapshot, parcel) for slot in slots if slot.state != "quarantined")))
+        slots = [s for s in self._pool.slots.values() if s.verified != snapshot.label(s.life) and s.state != "quarantined"]
+        async with self._transports.prepared(snapshot, slots) as parcels:
+            return list(await asyncio.gather(*(self.push(slot, snapshot, parcels[slot.engine_id]) for slot in slots)))
 
     async def push(self, slot: EngineSlot, snapshot: Snapshot, parcel: Parcel) -> Outcome:
         """One engine, one retry, then quarantine. Restartable from any point with the same end."""
         began = time.monotonic()
-        progress = _Progress()
         reason = "unknown"
         decided: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._pushing[slot.engine_id] = decided
+        self._pushing[slot.engine_id] = (str(snapshot.label(slot.life)), decided)
         try:
             for attempt in (1, 2):
                 try:
                     async with asyncio.timeout(self._deadline_s):
-                        gap = await self._transaction(slot, snapshot, parcel, progress)
+                        gap = await self._transaction(slot, snapshot, parcel, again=attempt > 1)
                     self.gap_max = max(gap, self.gap_max)
                     self.seconds = time.monotonic() - began
                     return Outcome(slot.engine_id, True, self.seconds, gap)
                 except (EngineError, PushRefused, TimeoutError) as error:
                     reason = str(error) or f"not done within {self._deadline_s:.0f} s"
                     log.warning("push of version %d to %s failed (attempt %d): %s", snapshot.version, slot.engine_id, attempt, reason)
-                    if slot.state == "gone":
+                    if slot.state == "gone" or isinstance(error, MadeTokens):
                         break
+                    if attempt == 1:
+                        await asyncio.sleep(AGAIN_S)
             if slot.state != "gone":
                 self._pool.quarantine(slot, f"push of version {snapshot.version} failed: {reason}")
                 await self._replace(slot, f"push of version {snapshot.version} failed: {reason}")
             return Outcome(slot.engine_id, False, time.monotonic() - began, None, reason)
         finally:
-            if self._pushing.get(slot.engine_id) is decided:
+            if self._pushing.get(slot.engine_id, ("", None))[1] is decided:
                 del self._pushing[slot.engine_id]
             decided.set_result(None)
 
-    async def trusted(self, slot: EngineSlot, answer: Prefix) -> Prefix:
+    async def leave(self, slot: EngineSlot) -> None:
+        """An engine that goes on without us: not paused, and not under the name of weights that it may hold in part. Never raises.
+
+        Waits for the end of its push, if there is one: the calls of two hands together may be illegal.
+        """
+        if slot.engine_id in self._pushing:
+            await asyncio.wait([self._pushing[slot.engine_id][1]])
+        client: EngineClient = slot.client
+        try:
+            async with asyncio.timeout(LEAVE_S):
+                await client.pause("retract")
+                await self._end_if_open(client)
+                await client.release(["kv_cache"])
+                await client.set_version(UNFINISHED_VERSION)
+                await client.resume(["kv_cache"])
+                await client.continue_generation()
+        except (EngineError, TimeoutError) as error:
+            log.warning("%s was left in the middle of a push: %s", slot.engine_id, error or f"no answer within {LEAVE_S:.0f} s")
+
+    async def trusted(self, answer: Prefix) -> Prefix:
         """The tokens of this answer that verified weights made: all of them, but for a push that did not pass its checks.
 
         While the push that made some of them is still being checked, waits for its end (bounded by the push's own deadlines).
         """
-        if not self._all_verified(slot, answer) and slot.engine_id in self._pushing:
-            await asyncio.shield(self._pushing[slot.engine_id])
+        doubtful = {version for version, _, _ in answer.spans if version not in self._verified}
+        for label, decided in list(self._pushing.values()) if doubtful else ():
+            if label in doubtful:
+                await asyncio.shield(decided)
         kept = 0
         for version, _, end in answer.spans:
-            if (slot.engine_id, version) not in self._verified:
+            if version not in self._verified:
                 break
             kept = end
         if kept == len(answer.output_ids):
@@ -125,46 +141,35 @@ class Pusher:
         spans = [(version, start, min(end, kept)) for version, start, end in answer.spans if start < kept]
         return Prefix(answer.output_ids[:kept], answer.log_probs[:kept], spans)
 
-    def _all_verified(self, slot: EngineSlot, answer: Prefix) -> bool:
-        return all((slot.engine_id, version) in self._verified for version, _, _ in answer.spans)
-
-    async def _transaction(self, slot: EngineSlot, snapshot: Snapshot, parcel: Parcel, done: _Progress) -> float:
+    async def _transaction(self, slot: EngineSlot, snapshot: Snapshot, parcel: Parcel, *, again: bool) -> float:
         client: EngineClient = slot.client
-        label = snapshot.label(slot.incarnation)
+        label = snapshot.label(slot.life)
+        agreement = self._agreements.of(slot.capabilities)
         if slot.state != "shut":
             self._pool.shut(slot, f"version {snapshot.version} is being pushed")
-        if not done.paused:
-            await client.pause("retract")
-            done.paused = True
-        if not done.released:
-            await client.release(["kv_cache"])
-            done.released = True
-        if done.session:  # a retry after a failure in mid-update: close what may be open, start over
+        await client.pause("retract")
+        if again or slot.verified is None:  # an update may be open: from the attempt before, or from the life of a driver before
             await self._end_if_open(client)
+        await client.release(["kv_cache"])
         if parcel.in_session:
-            done.session = True  # even if the answer to `begin` is lost
             await client.begin_update()
-        await parcel.send(client)
+        await parcel.send(slot)
         if parcel.in_session:
             await client.end_update()
-            done.session = False
         sums = await client.checksums()
-        self._agreement.check(snapshot, sums)
+        agreement.check(snapshot, sums)
         await client.set_version(str(label))
-        # Noted before the call: if its answer is lost, releasing and pausing once more is legal, resuming twice is not.
-        done.released = False
         await client.resume(["kv_cache"])
-        done.paused = False
         await client.continue_generation()
         reported = (await client.model_info()).get("weight_version")
         if reported != str(label):
-            raise PushRefused(f"the engine says its weights are {reported!r}, not {str(label)!r}")
+            raise MadeTokens(f"the engine says its weights are {reported!r}, not {str(label)!r}")
         log_probs = await client.score_sequence(list(snapshot.canary_ids))
         gap = max((abs(a - b) for a, b in zip(log_probs, snapshot.canary_log_probs, strict=True)), default=0.0)
         if not gap <= self._tolerance:
-            raise PushRefused(f"log-probs of the fixed sequence differ by {gap:.2e} (tolerance {self._tolerance:.0e})")
-        self._agreement.passed(snapshot, sums)
-        self._verified[slot.engine_id, str(label)] = None
+            raise MadeTokens(f"log-probs of the fixed sequence differ by {gap:.2e} (tolerance {self._tolerance:.0e})")
+        agreement.passed(snapshot, sums)
+        self._verified[str(label)] = None
         if len(self._verified) > REMEMBERED_VERSIONS:
             del self._verified[next(iter(self._verified))]
         self._pool.open(slot, label)

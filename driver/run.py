@@ -19,7 +19,6 @@ from typing import Any
 import orjson
 
 from driver import observe
-from driver.agreement import agreement_of
 from driver.archive import Archive, FinishedTrajectory, MetricsLog, read_metrics
 from driver.batcher import smallest_batch
 from driver.core import Core
@@ -32,14 +31,16 @@ from driver.ledger_db import LedgerDB, LedgerError
 from driver.processes import Processes
 from driver.publish import Publisher
 from driver.push import Pusher
+from driver.routing import Routing
 from driver.scoring import Scoring
 from driver.settings import RunConfig
 from driver.snapshot import PushImpossible
 from driver.training import CheckpointMissing, Training, rows_present
-from driver.transport import transport_of
+from driver.transport import Transports
 from driver.watermark import Watermark
 from rollout.client import make_http
 from rollout.pool import EnginePool
+from rollout.router import RouterClient
 from rollout.tokens import TokenizerView
 from store import EmbeddedStore, Gone, Ref, StoreStats
 from trainer.client import TrainerRefused
@@ -63,6 +64,7 @@ class Run:
         db = LedgerDB(config.directory / "ledger.sqlite")
         ledger = db.load()
         store = EmbeddedStore(config.store_directory, config.store.capacity_bytes)
+        store.claim()
         feed = Feed(db, seed=config.seed, shuffle=config.shuffle, passes=config.stop.epochs)
         self.core = Core(config, ledger, db, feed, store)
         self.store = store
@@ -71,22 +73,33 @@ class Run:
         self.http = make_http()
         self.pool = EnginePool()
         self.tokenizer = TokenizerView(config.model.path)
-        self.transport = transport_of(config)
-        self.transport.sweep()
+        self.transports = Transports.of(config)
+        self.transports.sweep()
         self.pusher = Pusher(
             self.pool,
             deadline_s=config.push.deadline_s,
             logprob_tolerance=config.logprob_tolerance,
             replace=lambda slot, reason: self.processes.replace(slot.engine_id, reason),
-            transport=self.transport,
-            agreement=agreement_of(config.rollout.engine),
+            transports=self.transports,
         )
         self.publisher = Publisher(self.core, self.pool, self.pusher)
         self.scoring = Scoring(self.core, wait_s=config.reward.batch_wait_s, deadline_s=config.reward.deadline_s)
         watermark = Watermark(config.batch.samples * config.rollout.n)
         self.watermark = watermark
+        rollout = config.rollout
+        self.routing: Routing | None = None
+        if rollout.router_url is not None:
+            router = RouterClient(rollout.router_url, self.http, rollout.router_api_key, vocab_size=self.tokenizer.vocab_size)
+            self.routing = Routing(self.core, self.pool, router, rollout.engine_api_key, lambda: self.processes.engine_urls)
         self.dispatch = Dispatch(
-            self.core, self.pool, self.pusher, self.scoring, self.tokenizer, watermark, on_discarded=self._archive_discarded
+            self.core,
+            self.pool,
+            self.pusher,
+            self.scoring,
+            self.tokenizer,
+            watermark,
+            on_discarded=self._archive_discarded,
+            routing=self.routing,
         )
         self.training = Training(
             self.core,
@@ -98,6 +111,7 @@ class Run:
             on_running_again=self.dispatch.enqueue,
             replace=lambda reason: self.processes.replace("trainer-0", reason),
         )
+        self.model_facts = orjson.loads((config.model.path / "config.json").read_bytes())
         self.processes = Processes(self)
         self.state = "starting"
         self.failure: str | None = None
@@ -136,6 +150,7 @@ class Run:
                 ("dispatch", self.dispatch.run()),
                 ("push", self.publisher.run()),
                 ("tick", self._tick_loop()),
+                *([("routing", self.routing.run())] if self.routing is not None else []),
             )
         ]
         stop = asyncio.create_task(self._stop.wait(), name="stop")
@@ -192,7 +207,7 @@ class Run:
         core = self.core
         await self.processes.stop()
         self.publisher.free_all()
-        self.transport.sweep()
+        self.transports.sweep()
         try:
             if not core.db.failure:
                 await core.db.durable()

@@ -1,6 +1,6 @@
-"""How a snapshot's bytes get into an engine: chosen by what the engine is, and the same for every push of a run.
+"""How a snapshot's bytes get into an engine: chosen by what each engine is and where.
 
-    store    the engine maps the store's objects itself                        the embedded engine
+    store    the engine maps the store's objects itself                        the embedded engine on this host
     tensor   a file of /dev/shm as torch shares memory; the call names it      SGLang on this host
     disk     a checkpoint directory, which the engine reads                    any engine that sees RUN_DIR
 
@@ -16,22 +16,27 @@ import hashlib
 import os
 import secrets
 import shutil
-from collections.abc import AsyncIterator, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 
 from driver.checkpoint_files import TensorShapes, link_beside, tensor_shapes, write_safetensors
 from driver.settings import RunConfig
 from driver.snapshot import PushImpossible, Snapshot, SnapshotGone
+from rollout.answer import EngineError
+from rollout.capabilities import Capabilities
 from rollout.client import EngineClient, ref_payload
+from rollout.pool import EngineSlot
 from rollout.sglang.payload import HEADER_BYTES, Placed, bucket_payload, header, place
 from store import Lease, Ref, StoreError, open_store
 
 SHARED_MEMORY = Path("/dev/shm")  # where torch looks for a name
+
+Name = Literal["store", "tensor", "disk"]
 
 
 class Parcel(Protocol):
@@ -39,7 +44,7 @@ class Parcel(Protocol):
 
     in_session: bool
 
-    async def send(self, client: EngineClient) -> None:
+    async def send(self, slot: EngineSlot) -> None:
         """All of it to one engine. May be called again, after a failure and for each engine. Raises EngineError."""
 
 
@@ -60,9 +65,9 @@ class StoreParcel:
     buckets: tuple[Mapping[str, object], ...]
     in_session = True
 
-    async def send(self, client: EngineClient) -> None:
+    async def send(self, slot: EngineSlot) -> None:
         for bucket in self.buckets:
-            await client.update_from_tensor(ref_payload(bucket))
+            await slot.client.update_from_tensor(ref_payload(bucket))
 
 
 class StoreTransport:
@@ -87,17 +92,17 @@ class SharedBucket:
 @dataclass(frozen=True)
 class SharedParcel:
     buckets: tuple[SharedBucket, ...]
-    ranks: int
     in_session = True
 
-    async def send(self, client: EngineClient) -> None:
+    async def send(self, slot: EngineSlot) -> None:
         """Each call has a name of its own for the same bytes: an engine that is killed takes the names it knew with it."""
+        ranks = 1 if slot.capabilities is None else slot.capabilities.tensor_parallel
         for bucket in self.buckets:
             link = bucket.path.with_name(f"{bucket.path.name}@{secrets.token_hex(4)}")
             os.link(bucket.path, link)
             try:
-                payload = bucket_payload(link.name, bucket.placed, bucket.length_bytes, self.ranks)
-                await client.update_from_tensor(payload, load_format="flattened_bucket")
+                payload = bucket_payload(link.name, bucket.placed, bucket.length_bytes, ranks)
+                await slot.client.update_from_tensor(payload, load_format="flattened_bucket")
             finally:
                 link.unlink(missing_ok=True)
 
@@ -105,10 +110,9 @@ class SharedParcel:
 class SharedMemoryTransport:
     """`owner` tells the files of one run from those of others."""
 
-    def __init__(self, owner: Path, shapes: TensorShapes, ranks: int) -> None:
+    def __init__(self, owner: Path, shapes: TensorShapes) -> None:
         self.prefix = f"headrace-push-{hashlib.blake2b(str(owner).encode(), digest_size=8).hexdigest()}"
         self._shapes = shapes
-        self._ranks = ranks
 
     @asynccontextmanager
     async def prepared(self, snapshot: Snapshot) -> AsyncIterator[Parcel]:
@@ -118,7 +122,7 @@ class SharedMemoryTransport:
             for wire in snapshot.buckets:
                 path = SHARED_MEMORY / f"{self.prefix}@{snapshot.epoch}.{snapshot.version}.{len(buckets)}.{secrets.token_hex(4)}"
                 buckets.append(await asyncio.to_thread(_share, wire, path))
-            yield SharedParcel(tuple(buckets), self._ranks)
+            yield SharedParcel(tuple(buckets))
         finally:
             for bucket in buckets:
                 bucket.path.unlink(missing_ok=True)
@@ -157,8 +161,8 @@ class DiskParcel:
     directory: Path
     in_session = False
 
-    async def send(self, client: EngineClient) -> None:
-        await client.update_from_disk(str(self.directory))
+    async def send(self, slot: EngineSlot) -> None:
+        await slot.client.update_from_disk(str(self.directory))
 
 
 class DiskTransport:
@@ -177,7 +181,7 @@ class DiskTransport:
             await asyncio.to_thread(self._write, snapshot, directory)
             yield DiskParcel(directory)
         finally:
-            shutil.rmtree(directory, ignore_errors=True)
+            await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
 
     def _write(self, snapshot: Snapshot, directory: Path) -> None:
         try:
@@ -197,14 +201,56 @@ class DiskTransport:
 # ---- which one, and what they share ---------------------------------------------------------------------------------------------------
 
 
-def transport_of(config: RunConfig) -> Transport:
-    """The transport of a run's pushes."""
-    if config.transport == "store":
-        return StoreTransport()
-    shapes = tensor_shapes(config.model.path)
-    if config.transport == "disk":
-        return DiskTransport(config.directory / "push", config.model.path, shapes)
-    return SharedMemoryTransport(config.store_directory, shapes, config.rollout.sglang.tp)
+class Transports:
+    """All of a run's. Each is made when the first engine needs it; `wanted` is push.transport, for engines where it fits."""
+
+    def __init__(self, wanted: Name | Literal["auto"], makers: Mapping[Name, Callable[[], Transport]]) -> None:
+        self._wanted = wanted
+        self._makers = makers
+        self._made: dict[Name, Transport] = {}
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Transports:
+        path = config.model.path
+        makers: dict[Name, Callable[[], Transport]] = {
+            "store": StoreTransport,
+            "tensor": lambda: SharedMemoryTransport(config.store_directory, tensor_shapes(path)),
+            "disk": lambda: DiskTransport(config.directory / "push", path, tensor_shapes(path)),
+        }
+        return cls(config.push.transport, makers)
+
+    def name_for(self, client: EngineClient, capabilities: Capabilities | None) -> Name:
+        """EngineError `configuration` when the one that is configured is not for this engine."""
+        embedded = capabilities is None or capabilities.embedded
+        fitting: list[Name] = ["store" if embedded else "tensor", "disk"] if client.on_this_host else ["disk"]
+        if self._wanted == "auto":
+            return fitting[0]
+        if self._wanted not in fitting:
+            what = "an embedded engine" if embedded else "SGLang"
+            where = "on this host" if client.on_this_host else "on another host"
+            raise EngineError(
+                "configuration",
+                f"push.transport {self._wanted} is not for {what} {where} ({client.url}); take auto, or {' or '.join(fitting)}",
+            )
+        return self._wanted
+
+    def get(self, name: Name) -> Transport:
+        if name not in self._made:
+            self._made[name] = self._makers[name]()
+        return self._made[name]
+
+    @asynccontextmanager
+    async def prepared(self, snapshot: Snapshot, slots: Iterable[EngineSlot]) -> AsyncIterator[dict[str, Parcel]]:
+        """A parcel for each engine, by engine_id; engines of one transport share it. Raises SnapshotGone, PushImpossible."""
+        names = {slot.engine_id: self.name_for(slot.client, slot.capabilities) for slot in slots}
+        async with AsyncExitStack() as stack:
+            parcels = {name: await stack.enter_async_context(self.get(name).prepared(snapshot)) for name in sorted(set(names.values()))}
+            yield {engine_id: parcels[name] for engine_id, name in names.items()}
+
+    def sweep(self) -> None:
+        """Take away what a killed driver left. Before the first push and after the last."""
+        for name in self._makers:
+            self.get(name).sweep()
 
 
 def _opened(wire: Mapping[str, object]) -> Lease:

@@ -13,11 +13,12 @@ import httpx
 import numpy as np
 import pytest
 
-from driver.agreement import WholeEngine
+from driver.agreement import Agreements
 from driver.checkpoint_files import tensor_shapes
 from driver.push import Pusher
 from driver.snapshot import Snapshot
-from driver.transport import DiskTransport, Parcel, SharedMemoryTransport, Transport
+from driver.transport import DiskTransport, Parcel, SharedMemoryTransport, Transport, Transports
+from rollout.capabilities import capabilities_of
 from rollout.client import EngineClient, make_http
 from rollout.pool import EnginePool
 from rollout.version import Version
@@ -49,26 +50,34 @@ def store():
 class Parts:
     """A pool with the one server in it, and a pusher."""
 
-    def __init__(self, http: httpx.AsyncClient, url: str, transport: Transport, agreement: WholeEngine) -> None:
+    def __init__(self, http: httpx.AsyncClient, url: str, transport: Transport) -> None:
         self.pool = EnginePool()
         self.client = EngineClient(url, http)
-        self.slot = self.pool.register("engine-0", self.client, 1, 16)
+        self.slot = self.pool.register("engine-0", self.client, 1, 16, CAPABILITIES)
         self.replaced: list[str] = []
 
         async def replaced(_slot: object, reason: str) -> None:
             self.replaced.append(reason)
 
-        self.pusher = Pusher(self.pool, deadline_s=60.0, logprob_tolerance=1e-4, replace=replaced, transport=transport, agreement=agreement)
+        self.pusher = Pusher(
+            self.pool,
+            deadline_s=60.0,
+            logprob_tolerance=1e-4,
+            replace=replaced,
+            transports=Transports("auto", {"tensor": lambda: transport}),
+            agreements=AGREEMENTS,
+        )
 
 
-agreement = WholeEngine()  # of the one server of this file
+CAPABILITIES = capabilities_of({"version": "0.5.23"}, {})
+AGREEMENTS = Agreements()  # of the one server of this file
 
 
 @asynccontextmanager
 async def parts_of(server: Server, transport: Transport | None = None) -> AsyncIterator[Parts]:
-    shared = SharedMemoryTransport(OWNER, tensor_shapes(BASE), 1)
+    shared = SharedMemoryTransport(OWNER, tensor_shapes(BASE))
     async with make_http() as http:
-        yield Parts(http, server.url, transport or shared, agreement)
+        yield Parts(http, server.url, transport or shared)
     assert not [name for name in os.listdir("/dev/shm") if name.startswith(shared.prefix)], "nothing of a push is left"
 
 
@@ -121,7 +130,7 @@ async def test_L3_requests_in_flight_go_on_over_a_push_and_each_token_is_of_the_
             mixed += len(answer.spans) == 2
             for version, start, end in answer.spans:
                 assert np.allclose(answer.log_probs[start:end], expected[version][start:end], atol=1e-4), (i, version, start, end)
-            assert (await parts.pusher.trusted(parts.slot, answer)) is answer
+            assert (await parts.pusher.trusted(answer)) is answer
         assert mixed >= 1, "no request was in flight"
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from driver.agreement import EachTensor, WholeEngine, agreement_of
+from driver.agreement import Agreements, EachTensor, WholeEngine
 from driver.snapshot import PushRefused, Snapshot
+from rollout.capabilities import capabilities_of
 
 
 def snapshot(version: int, weights: str) -> Snapshot:
@@ -42,4 +43,7 @@ def test_an_engine_without_a_sum_is_not_believed(reply):
 
 
 def test_the_kind_of_engine_decides():
-    assert isinstance(agreement_of("embedded"), EachTensor) and isinstance(agreement_of("sglang"), WholeEngine)
+    agreements, embedded = Agreements(), capabilities_of({"version": "0.5.23", "embedded": True}, {})
+    real, wide = (capabilities_of({"version": "0.5.23", "tp_size": size}, {}) for size in (1, 2))
+    assert isinstance(agreements.of(embedded), EachTensor) and isinstance(agreements.of(real), WholeEngine)
+    assert agreements.of(real) is agreements.of(real) is not agreements.of(wide), "sums of two layouts are not comparable"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ class ScriptedEngine:
     """Answers as an engine does, notes every call, and fails where it is told to."""
 
     url = "http://scripted"
+    on_this_host = True
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -103,20 +105,23 @@ def parts():
     pool, engine, replaced = EnginePool(), ScriptedEngine(), []
     slot = pool.register("engine-0", engine, 7, 4)  # type: ignore[arg-type]
 
-    async def replace(slot, reason):
+    async def on_replace(slot, reason):
         replaced.append(reason)
 
-    return pool, engine, slot, replaced, Pusher(pool, deadline_s=5.0, logprob_tolerance=1e-3, replace=replace)
+    return pool, engine, slot, replaced, Pusher(pool, deadline_s=5.0, logprob_tolerance=1e-3, replace=on_replace)
 
 
 async def test_L3_the_sequence_in_order(parts):
     pool, engine, slot, _, pusher = parts
     (outcome,) = await pusher.push_all(SNAPSHOT)
     assert outcome.verified and slot.state == "open" and slot.verified == Version("run", 0, 3, 7)
-    order = ["pause(retract)", "release", "begin", "bucket", "bucket", "end", "checksums", "version", "resume", "continue", "canary"]
+    order = ["pause(retract)", "end", "release", "begin", "bucket", "bucket", "end", "checksums", "version", "resume", "continue", "canary"]
     assert engine.calls == order
     assert pool.serving_version == 3
     assert await pusher.push_all(SNAPSHOT) == [], "pushed already"
+    engine.calls.clear()
+    await pusher.push_all(replace(SNAPSHOT, version=4))
+    assert engine.calls == [order[0], *order[2:]], "whose state is known needs no `end` first"
 
 
 CALLS = ["pause(retract)", "release", "begin", "bucket", "end", "checksums", "version", "resume", "continue", "canary"]
@@ -166,10 +171,10 @@ async def test_E6_a_pause_that_never_returns_is_bounded(parts):
 
     engine.pause = never
 
-    async def replace(slot, reason):
+    async def on_replace(slot, reason):
         replaced.append(reason)
 
-    pusher = Pusher(pool, deadline_s=0.05, logprob_tolerance=1e-3, replace=replace)
+    pusher = Pusher(pool, deadline_s=0.05, logprob_tolerance=1e-3, replace=on_replace)
     (outcome,) = await asyncio.wait_for(pusher.push_all(SNAPSHOT), 5)
     assert not outcome.verified and slot.state == "quarantined" and "not done within" in replaced[0]
 
@@ -185,9 +190,9 @@ async def test_L3_tokens_of_weights_that_failed_their_check_are_cut_and_verified
     pushing = asyncio.create_task(pusher.push_all(later))
     while slot.state != "shut":  # noqa: ASYNC110 - the scripted engine steps with the loop
         await asyncio.sleep(0)
-    trusted = await pusher.trusted(slot, answer)  # waits for the push to be decided
+    trusted = await pusher.trusted(answer)  # waits for the push to be decided
     assert slot.state == "quarantined"
     assert trusted == Prefix([1, 2], [-0.1] * 2, [(old, 0, 2)])
     await pushing
     whole = Prefix([1, 2], [-0.1] * 2, [(old, 0, 2)])
-    assert await pusher.trusted(slot, whole) is whole
+    assert await pusher.trusted(whole) is whole

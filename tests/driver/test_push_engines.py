@@ -13,7 +13,7 @@ import pytest
 
 from driver.push import Outcome, Pusher, Snapshot
 from rollout.answer import EngineError, Prefix
-from rollout.client import EngineClient, make_http
+from rollout.client import EngineClient, PauseMode, make_http
 from rollout.pool import EnginePool, EngineSlot
 from rollout.version import Version
 from store import EmbeddedStore
@@ -81,7 +81,7 @@ class Lab:
         self.pusher = self.pusher_of()
         self._http = http
         self.first = self.register("engine-0", faulty, 1)
-        self.second = self.register("engine-1", sound, 1)
+        self.second = self.register("engine-1", sound, 2)
 
     def pusher_of(self, deadline_s: float = 60.0) -> Pusher:
         return Pusher(self.pool, deadline_s=deadline_s, logprob_tolerance=1e-3, replace=self._replace)
@@ -101,7 +101,7 @@ class Lab:
     def assert_only_the_second_serves(self, words: str) -> None:
         assert (self.first.state, self.first.verified) == ("quarantined", None)
         assert len(self.replaced) == 1 and words in self.replaced[0] and self.replaced[0].startswith("engine-0")
-        assert (self.second.state, self.second.verified) == ("open", Version("run", 0, 3, 1))
+        assert (self.second.state, self.second.verified) == ("open", Version("run", 0, 3, 2))
         assert self.pool.serving_version == 3
 
 
@@ -139,34 +139,40 @@ async def test_E4_E8_an_engine_that_dies_at_a_bucket_serves_nothing_until_its_ne
     async with lab.pool.acquire(5, "test", avoid=["engine-1"]) as lease:
         assert lease.slot is lab.second, "the dead one is never given, even to who would rather not have the other"
     again = start(lab.faulty.port)
-    slot = lab.register("engine-0", again, 2)
+    slot = lab.register("engine-0", again, 3)
     assert lab.first.state == "gone" and slot.state == "starting" and lab.pool.serving_version == 3
     assert (await slot.client.model_info())["weight_version"] == "default"
     with pytest.raises(EngineError, match="is gone"):
         lab.pool.open(lab.first, Version("run", 0, 3, 1))
     assert (await lab.push(snapshot))["engine-0"].verified
-    assert (slot.state, slot.verified) == ("open", Version("run", 0, 3, 2))
+    assert (slot.state, slot.verified) == ("open", Version("run", 0, 3, 3))
     assert again.get("/weights_checker").json()["ranks"][0]["checksums"] == snapshot.checksums
 
 
-async def test_E8_an_engine_that_comes_back_during_a_push_is_not_opened_by_it(lab: Lab, snapshot, start) -> None:
-    """The driver may learn of the death later than the push: the next life then answers the retry under the old one's address."""
+async def test_E8_an_engine_that_comes_back_in_mid_push_serves_nothing_but_what_was_verified(lab: Lab, snapshot, start) -> None:
+    """The driver may learn of the death after the push: its second attempt then talks to the next life, and nobody has said so."""
     lab.script({"fault": "die", "call": BUCKET, "after": 1})
     dead, lives = lab.faulty, []
     client = lab.first.client
-    end_update = client.end_update
+    pause = client.pause
 
-    async def end_update_after_the_restart(**more: float) -> None:
-        if not lives:
-            await asyncio.to_thread(dead.process.wait, 10)
+    async def pause_of_whoever_lives(mode: PauseMode) -> None:
+        if dead.process.poll() is not None:
             lives.append(await asyncio.to_thread(start, dead.port))
-        await end_update(**more)
+        await pause(mode)
 
-    client.end_update = end_update_after_the_restart  # type: ignore[method-assign]
-    outcome = (await lab.push(snapshot))["engine-0"]
-    assert not outcome.verified and len(lives) == 1
-    lab.assert_only_the_second_serves("")
-    assert lives[0].get("/model_info").json()["weight_version"] != str(Version("run", 0, 3, 2))
+    client.pause = pause_of_whoever_lives  # type: ignore[method-assign]
+    assert (await lab.push(snapshot))["engine-0"].verified
+    assert len(lives) == 1 and "a real SGLang 0.5.23 dies of" not in lives[0].log()
+    assert lives[0].get("/weights_checker").json()["ranks"][0]["checksums"] == snapshot.checksums
+    async with lab.pool.acquire(5, "test", avoid=["engine-1"]) as lease:
+        slot = lab.register("engine-0", lives[0], 3)  # and now it has said so
+        answer = await lease.client.generate(PROMPT, SAMPLING, "before", stall_s=20.0)
+        assert not lease.is_current() and answer.spans == [(str(Version("run", 0, 3, 1)), 0, 12)]
+    assert slot.state == "starting"
+    async with lab.pool.acquire(5, "test", avoid=["engine-1"]) as lease:
+        assert lease.slot is lab.second
+    assert (await lab.push(snapshot))["engine-0"].verified and slot.verified == Version("run", 0, 3, 3)
 
 
 async def test_E3_an_engine_that_drops_a_bucket_and_says_success_never_shows_the_version(lab: Lab, snapshot) -> None:
@@ -184,9 +190,9 @@ async def test_A5_an_engine_that_lies_about_its_version_is_not_believed_and_its_
     lab.assert_only_the_second_serves("the engine says its weights are 'run/0/9/1'")
     lab.script({"fault": "lie_version", "call": "/generate", "version": "run/0/9/1", "times": None})
     answer = await lab.first.client.generate(PROMPT, SAMPLING, "lied", stall_s=20.0)
-    assert await lab.pusher.trusted(lab.first, answer) == Prefix()
+    assert await lab.pusher.trusted(answer) == Prefix()
     other = await lab.second.client.generate(PROMPT, SAMPLING, "true", stall_s=20.0)
-    assert await lab.pusher.trusted(lab.second, other) is other
+    assert await lab.pusher.trusted(other) is other
 
 
 async def test_E6_an_engine_that_never_answers_a_pause_is_given_up_while_the_other_serves(lab: Lab, snapshot) -> None:
@@ -231,6 +237,6 @@ async def test_L3_one_failure_at_any_call_is_retried_with_calls_that_are_legal(l
 
 
 async def test_A5_a_push_to_an_engine_that_computes_nothing_fails_and_says_so(lab: Lab, snapshot, start) -> None:
-    lab.first = lab.register("engine-0", start(0, "--paced", "1000"), 2)
+    lab.first = lab.register("engine-0", start(0, "--paced", "1000"), 3)
     assert not (await lab.push(snapshot))["engine-0"].verified
     lab.assert_only_the_second_serves("computes nothing")

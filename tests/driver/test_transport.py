@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,11 @@ from safetensors.torch import load_file
 
 from driver.checkpoint_files import tensor_shapes, write_safetensors
 from driver.snapshot import PushImpossible, Snapshot, SnapshotGone
-from driver.transport import SHARED_MEMORY, DiskTransport, SharedMemoryTransport
+from driver.transport import SHARED_MEMORY, DiskTransport, SharedMemoryTransport, StoreTransport, Transports
 from rollout.answer import EngineError
+from rollout.capabilities import capabilities_of
+from rollout.client import EngineClient, make_http
+from rollout.pool import EngineSlot
 from rollout.sglang.payload import HEADER_BYTES
 from store import Column, EmbeddedStore, Ref
 
@@ -53,13 +57,17 @@ class Listening:
             raise EngineError("infrastructure", "reset")
 
 
+def slot_of(engine: Any) -> EngineSlot:
+    return EngineSlot("engine-0", engine, 1, 8, time.monotonic)
+
+
 def files(transport: SharedMemoryTransport) -> list[Path]:
     return sorted(SHARED_MEMORY.glob(f"{transport.prefix}@*"))
 
 
 @pytest.fixture
 def shared(tmp_path):
-    return SharedMemoryTransport(tmp_path, SHAPES, 1)
+    return SharedMemoryTransport(tmp_path, SHAPES)
 
 
 async def test_B1_a_bucket_is_copied_once_and_each_call_has_a_name_of_its_own(shared, snapshot):
@@ -69,7 +77,7 @@ async def test_B1_a_bucket_is_copied_once_and_each_call_has_a_name_of_its_own(sh
         assert first.read_bytes()[HEADER_BYTES:][:24] == TENSORS["a.weight"].tobytes()
         assert first.read_bytes()[HEADER_BYTES + 64 :] == TENSORS["b.weight"].data.tobytes()
         for engine in engines:
-            await parcel.send(engine)
+            await parcel.send(slot_of(engine))
         assert files(shared) == [first, second]
     names = {path for engine in engines for _, seen in engine.calls for path in seen} - {first, second}
     assert len(names) == 4, "a killed engine deletes the names it knew, and they are no other engine's"
@@ -80,13 +88,13 @@ async def test_B1_a_bucket_is_copied_once_and_each_call_has_a_name_of_its_own(sh
 async def test_a_call_that_fails_leaves_no_name_behind(shared, snapshot):
     async with shared.prepared(snapshot) as parcel:
         with pytest.raises(EngineError):
-            await parcel.send(Listening(shared, fail=True))
+            await parcel.send(slot_of(Listening(shared, fail=True)))
         assert len(files(shared)) == 2
     assert files(shared) == []
 
 
 async def test_what_a_killed_driver_left_is_swept_and_only_that(shared, tmp_path):
-    other = SharedMemoryTransport(tmp_path / "other", SHAPES, 1)
+    other = SharedMemoryTransport(tmp_path / "other", SHAPES)
     for transport in (shared, other):
         (SHARED_MEMORY / f"{transport.prefix}@0.1.0.aa").touch()
     shared.sweep()
@@ -105,14 +113,14 @@ async def test_what_a_killed_driver_left_is_swept_and_only_that(shared, tmp_path
 )
 async def test_names_and_shapes_are_compared_before_anything_is_sent(tmp_path, snapshot, change, words):
     shapes = {name: shape for name, shape in (SHAPES | change).items() if shape is not None}
-    for transport in (SharedMemoryTransport(tmp_path, shapes, 1), DiskTransport(tmp_path / "push", tmp_path, shapes)):
+    for transport in (SharedMemoryTransport(tmp_path, shapes), DiskTransport(tmp_path / "push", tmp_path, shapes)):
         if words is None:
             async with transport.prepared(snapshot):
                 continue
         with pytest.raises(PushImpossible, match=words):
             async with transport.prepared(snapshot):
                 pass
-    assert files(SharedMemoryTransport(tmp_path, shapes, 1)) == []
+    assert files(SharedMemoryTransport(tmp_path, shapes)) == []
 
 
 async def test_a_bucket_that_is_gone_or_does_not_fit_is_said(shared, snapshot, store, monkeypatch):
@@ -147,7 +155,27 @@ async def test_the_disk_gets_a_whole_checkpoint_for_as_long_as_the_push(tmp_path
 
     async with transport.prepared(snapshot) as parcel:
         assert not parcel.in_session
-        await parcel.send(Reading())
+        await parcel.send(slot_of(Reading()))
     assert not any((tmp_path / "push").iterdir())
     transport.sweep()
     assert not (tmp_path / "push").exists()
+
+
+@pytest.mark.parametrize(
+    ("embedded", "url", "expected"),
+    [
+        (True, "http://127.0.0.1:1", "store"),
+        (False, "http://127.0.0.1:1", "tensor"),
+        (False, "http://[::1]:1", "tensor"),
+        (True, "http://engines.example:1", "disk"),
+    ],
+)
+async def test_each_engine_gets_its_weights_by_what_it_is_and_where(embedded, url, expected):
+    async with make_http() as http:
+        asked = (EngineClient(url, http), capabilities_of({"version": "0.5.23", "embedded": embedded}, {}))
+        makers = {"store": StoreTransport, "tensor": StoreTransport, "disk": StoreTransport}
+        assert Transports("auto", makers).name_for(*asked) == expected
+        assert Transports("disk", makers).name_for(*asked) == "disk"
+        other = "tensor" if expected == "store" else "store"
+        with pytest.raises(EngineError, match=f"push.transport {other} is not for .*take auto"):
+            Transports(other, makers).name_for(*asked)
