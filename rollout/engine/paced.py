@@ -30,8 +30,8 @@ T = TypeVar("T")
 COMPUTES_NOTHING = "this engine runs with --paced and computes nothing, its tokens are made up: for benchmarks only, start it without"
 TABLE_TOKENS = 4096
 PUBLISH_S = 0.1
-# A step that is behind lets the answers to the one before go out first: timers come after what is ready.
-LEAST_WAIT_S = 0.001
+# The loop's rounds from a step to the last of its chunks: one wakes the requests, in the next they write.
+ROUNDS_TO_WRITE = 2
 
 
 class PacedScheduler(Scheduler):
@@ -89,8 +89,10 @@ class PacedScheduler(Scheduler):
                 due_s = loop.time()
                 continue
             self._turn()
+            for _ in range(ROUNDS_TO_WRITE):
+                await asyncio.sleep(0)
             due_s = max(due_s + self._step_s + self.forward_sleep_s, loop.time())
-            await asyncio.sleep(max(LEAST_WAIT_S, due_s - loop.time()))
+            await asyncio.sleep(due_s - loop.time())
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled():

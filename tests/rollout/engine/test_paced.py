@@ -17,14 +17,15 @@ VERSION = "run/0/0/1"
 
 @pytest.fixture(scope="module")
 def paced(start: Callable[..., Served]) -> Iterator[Served]:
-    flags = ("--paced", "400", "--stream-interval", "16", "--max-running-requests", "512", "--weight-version", VERSION)
-    yield start(BASE, *flags, "--skip-tokenizer-init")
+    flags = ("--paced", "1000000", "--stream-interval", "16", "--max-running-requests", "512", "--weight-version", VERSION)
+    yield start(BASE, *flags, "--skip-tokenizer-init")  # a pace that it can never keep: always behind
 
 
 @pytest.fixture
 async def client(paced: Served) -> AsyncIterator[EngineClient]:
     async with make_http() as http:
         yield EngineClient(paced.url, http, vocab_size=259)
+    paced.post("/slow_down", {"forward_sleep_time": None})
     paced.post("/continue_generation", {})
     paced.post("/update_weight_version", {"new_version": VERSION, "abort_all_requests": True})
 
@@ -50,6 +51,7 @@ async def test_hundreds_of_streams_get_their_tokens_in_chunks_of_one_size(client
 
 
 async def test_V5_a_pause_and_a_new_version_are_those_of_any_engine(client: EngineClient, paced: Served) -> None:
+    paced.post("/slow_down", {"forward_sleep_time": 0.05})
     some = asyncio.Event()
     request = asyncio.create_task(client.generate(PROMPT, sampling(160), "paused", stall_s=60.0, on_tokens=lambda *_: some.set()))
     await some.wait()
@@ -65,6 +67,7 @@ async def test_V5_a_pause_and_a_new_version_are_those_of_any_engine(client: Engi
 
 
 async def test_E15_an_abort_ends_a_request_with_what_it_has(client: EngineClient, paced: Served) -> None:
+    paced.post("/slow_down", {"forward_sleep_time": 0.05})
     some = asyncio.Event()
     request = asyncio.create_task(client.generate(PROMPT, sampling(200), "cut", stall_s=60.0, on_tokens=lambda *_: some.set()))
     await some.wait()
@@ -76,7 +79,7 @@ async def test_E15_an_abort_ends_a_request_with_what_it_has(client: EngineClient
 
 async def test_A5_it_says_that_it_computes_nothing_and_refuses_whatever_would_need_numbers(client: EngineClient, paced: Served) -> None:
     info = paced.get("/server_info").json()
-    assert (info["computes_nothing"], info["paced"]) == (True, 400.0)
+    assert (info["computes_nothing"], info["paced"]) == (True, 1e6)
     assert "runs with --paced and computes nothing" in paced.log()
     await client.begin_update()
     for call in (
