@@ -177,12 +177,15 @@ CLIENTS = {"ours": ours, "raw": raw}
 
 
 async def measure(client: str, engine: Engine, open_requests: int, count: int) -> Measured:
-    """Over `count` trajectories, while `open_requests` are open all the time. As many, and a second's, go before."""
+    """Over `count` trajectories, while `open_requests` are open all the time.
+
+    Requests that were opened together end together, so `count` is a multiple of `open_requests`: part of a wave is part of its work.
+    """
     chosen = random.Random(0)
     task = Task(tuple(chosen.randrange(3, VOCABULARY) for _ in range(PROMPT_TOKENS)), {})
     marks: list[tuple[float, float, float]] = []
     ended = 0
-    warm = max(open_requests, count // 4)
+    warm = open_requests * max(1, count // 4 // open_requests)
 
     async with CLIENTS[client](engine.url, open_requests, task) as trajectory:
 
@@ -208,7 +211,7 @@ async def measure(client: str, engine: Engine, open_requests: int, count: int) -
 
 def main() -> int:
     options = arguments(__doc__)
-    rounds, least = (1, 1000) if options.quick else (5, 3000)
+    rounds, least = (1, 1024) if options.quick else (5, 8192)
     os.sched_setaffinity(0, {CLIENT_CORE})
     collector.settle()  # as the driver does; for both
     seen: dict[tuple[str, int], list[Measured]] = {(client, n): [] for client in CLIENTS for n in CONCURRENCIES}
@@ -216,7 +219,7 @@ def main() -> int:
         for _ in range(rounds):  # alternating, so that the machine's moods fall on both
             for open_requests, engine in running.items():
                 for client in CLIENTS:
-                    count = max(least, open_requests)
+                    count = open_requests * max(1, round(least / open_requests))
                     seen[client, open_requests].append(uvloop.run(measure(client, engine, open_requests, count)))
     figures: dict[str, float] = {}
     aims: dict[str, Aim] = {}
