@@ -1,7 +1,8 @@
 """The weights on their way out, under Hugging Face's names.
 
 Pipeline: every rank drains mbridge's generator (each tensor is a collective) → rank 0 checks that a tensor is finite → tensors gather in a
-bucket until the next would not fit → the bucket becomes one object of the store. What a bucket holds is a copy: the trainer may go on.
+bucket until the next would not fit → the bucket becomes one object of the store. A tensor larger than a bucket is cut into parts, which
+have buckets of their own. What a bucket holds is a copy: the trainer may go on.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from mbridge.core.util import unwrap_model
 
 from store import Column, Exists, Ref, StoreError, open_store
+from store.pieces import cut
 from trainer.group import Group
 from trainer.model import Model
 from trainer.wire import TensorFacts, WireRef
@@ -61,7 +63,7 @@ class _StandIn:
 def write_buckets(
     model: Model, group: Group, store_location: str, key_prefix: str, bucket_bytes: int
 ) -> tuple[list[WireRef], dict[str, TensorFacts]]:
-    """Buckets of whole tensors, at most `bucket_bytes` each unless one tensor alone is larger; keys `key_prefix/0`, `/1`, ...
+    """Buckets of at most `bucket_bytes` each (`store/pieces.py` says what lies in them); keys `key_prefix/0`, `/1`, ...
 
     Written by rank 0; the other ranks return nothing. Raises Refused on all ranks when a tensor is not finite or the store will not take
     a bucket; what was written before that is freed.
@@ -98,8 +100,13 @@ class _Buckets:
         data = column.data if isinstance(column, Column) else column
         digest = hashlib.sha256(data.data).hexdigest()
         self.facts[name] = TensorFacts(shape=list(tensor.shape), dtype=dtype, sha256=digest)
-        self._columns[name] = column
-        self._used += tensor.nbytes
+        if tensor.nbytes <= self._bucket_bytes:
+            self._columns[name] = column
+            self._used += tensor.nbytes
+            return
+        for part_name, part in cut(name, column, self._bucket_bytes):
+            self._columns[part_name] = part
+            self.flush()
 
     def flush(self) -> None:
         if self.fault or not self._columns:

@@ -13,7 +13,8 @@ import hashlib
 import json
 import logging
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,7 @@ from torch import Tensor
 from rollout.engine.config import read_config
 from rollout.engine.model import Model
 from store import Ref, StoreError, open_store
+from store.pieces import pieces
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +34,15 @@ log = logging.getLogger(__name__)
 warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A whole weight, or (`start` is a number) its elements from there on, flat."""
+
+    name: str
+    tensor: Tensor
+    start: int | None = None
 
 
 def load_checkpoint(model: Model, directory: Path) -> None:
@@ -51,22 +62,35 @@ def load_checkpoint(model: Model, directory: Path) -> None:
     if missing:
         raise ValueError(f"{directory} lacks {len(missing)} weights of a {config.architecture}, the first is {missing[0]}; save it whole")
     # A checkpoint may be stored in another dtype than the engine computes in, and may repeat a tied head.
-    copy_weights(model, {name: tensors[name].to(model.dtype) for name in model.weights})
+    copy_weights(model, [Arrival(name, tensors[name].to(model.dtype)) for name in model.weights])
 
 
-def copy_weights(model: Model, tensors: Mapping[str, Tensor]) -> None:
-    """Copy each tensor into the weight of its name, all or nothing. ValueError for a shape or dtype that does not fit."""
-    known = {name: tensor for name, tensor in tensors.items() if name in model.weights}
-    for name in tensors.keys() - known.keys():
-        log.warning("weight update: the model has no parameter %r; SGLang passes it over, and so does this engine", name)
-    for name, tensor in known.items():
-        target = model.weights[name]
-        if tensor.shape != target.shape or tensor.dtype != target.dtype:
-            raise ValueError(
-                f"{name} arrived as {_words(tensor)}, the engine holds {_words(target)}; nothing was copied. Send what it holds"
-            )
-    for name, tensor in known.items():
-        model.weights[name].copy_(tensor)
+def copy_weights(model: Model, arrivals: Iterable[Arrival]) -> None:
+    """Copy each into the weight of its name, all or nothing. ValueError for a shape, range or dtype that does not fit."""
+    copies: list[tuple[Tensor, Tensor]] = []
+    for arrival in arrivals:
+        weight = model.weights.get(arrival.name)
+        if weight is None:
+            log.warning("weight update: the model has no parameter %r; SGLang passes it over, and so does this engine", arrival.name)
+        else:
+            copies.append((_target(arrival, weight), arrival.tensor))
+    for target, tensor in copies:
+        target.copy_(tensor)
+
+
+def _target(arrival: Arrival, weight: Tensor) -> Tensor:
+    """What of the weight the tensor replaces."""
+    tensor, start = arrival.tensor, arrival.start
+    if start is None:
+        if tensor.shape == weight.shape and tensor.dtype == weight.dtype:
+            return weight
+        what = _words(tensor)
+    else:
+        end = start + tensor.numel()
+        if tensor.dtype == weight.dtype and end <= weight.numel():
+            return weight.view(-1)[start:end]
+        what = f"elements {start} to {end} of a {str(tensor.dtype).removeprefix('torch.')}"
+    raise ValueError(f"{arrival.name} arrived as {what}, the engine holds {_words(weight)}; nothing was copied. Send what it holds")
 
 
 def copy_stored_weights(model: Model, entries: list[str]) -> None:
@@ -82,7 +106,7 @@ def copy_stored_weights(model: Model, entries: list[str]) -> None:
     ref = Ref.from_wire(wire)
     try:
         with open_store(ref.location).open(ref) as lease:
-            copy_weights(model, {name: _tensor(column, lease.dtypes[name]) for name, column in lease.items()})
+            copy_weights(model, [Arrival(piece.name, _tensor(piece.data, piece.dtype), piece.start) for piece in pieces(lease)])
     except StoreError as error:
         raise ValueError(
             f"the bucket {ref.key!r} cannot be read ({type(error).__name__}: {error}); put it again and send the new reference"
