@@ -148,7 +148,7 @@ class Processes:
                 process.kill(f"it does not say what it can do: {error}")
             return
         if (process.state, process.incarnation) == ("ready", event.incarnation):
-            self._run.pool.register(name, client, event.incarnation, self._config.rollout.max_open_requests, capabilities)
+            self._run.pool.register(name, client, event.incarnation, self._config.rollout.max_open_requests, capabilities, process.pid)
             self._core.ring()
 
     def _asked(self, asking: asyncio.Task[None]) -> None:

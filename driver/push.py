@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from driver.agreement import Agreements
+from driver.release import Release
 from driver.snapshot import PushRefused, Snapshot
 from driver.transport import Parcel, StoreTransport, Transports
 from rollout.answer import EngineError, Prefix
@@ -35,6 +36,8 @@ class Outcome:
     seconds: float
     logprob_gap: float | None
     reason: str | None = None
+    skipped: tuple[str, ...] = ()
+    """Steps that had no effect or could not be checked, each a sentence."""
 
 
 class Pusher:
@@ -58,6 +61,7 @@ class Pusher:
         self._replace = replace
         self._verified: dict[tuple[str, str], None] = {}  # (engine_id, version text), the oldest first
         self._pushing: dict[str, asyncio.Future[None]] = {}
+        self.skipped: dict[str, tuple[str, ...]] = {}  # by engine_id, of its last push that was verified
         self.gap_max = 0.0
         self.seconds = 0.0
 
@@ -76,14 +80,17 @@ class Pusher:
         reason = "unknown"
         decided: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._pushing[slot.engine_id] = decided
+        release: Release | None = None
         try:
             for attempt in (1, 2):
                 try:
                     async with asyncio.timeout(self._deadline_s):
-                        gap = await self._transaction(slot, snapshot, parcel, again=attempt > 1)
+                        release = release or await Release.of(slot)
+                        gap, skipped = await self._transaction(slot, snapshot, parcel, release, again=attempt > 1)
                     self.gap_max = max(gap, self.gap_max)
                     self.seconds = time.monotonic() - began
-                    return Outcome(slot.engine_id, True, self.seconds, gap)
+                    self._say_skipped(slot, skipped)
+                    return Outcome(slot.engine_id, True, self.seconds, gap, skipped=skipped)
                 except (EngineError, PushRefused, TimeoutError) as error:
                     reason = str(error) or f"not done within {self._deadline_s:.0f} s"
                     log.warning("push of version %d to %s failed (attempt %d): %s", snapshot.version, slot.engine_id, attempt, reason)
@@ -118,7 +125,16 @@ class Pusher:
     def _all_verified(self, slot: EngineSlot, answer: Prefix) -> bool:
         return all((slot.engine_id, version) in self._verified for version, _, _ in answer.spans)
 
-    async def _transaction(self, slot: EngineSlot, snapshot: Snapshot, parcel: Parcel, *, again: bool) -> float:
+    def _say_skipped(self, slot: EngineSlot, skipped: tuple[str, ...]) -> None:
+        """In the log when it is news, not with each push."""
+        if skipped != self.skipped.get(slot.engine_id, ()):
+            log.warning("pushes to %s: %s", slot.engine_id, "; ".join(skipped) or "no step is skipped any more")
+        self.skipped[slot.engine_id] = skipped
+
+    async def _transaction(
+        self, slot: EngineSlot, snapshot: Snapshot, parcel: Parcel, release: Release, *, again: bool
+    ) -> tuple[float, tuple[str, ...]]:
+        """The largest difference of the fixed sequence's log-probs, and the steps that count as skipped."""
         client: EngineClient = slot.client
         label = snapshot.label(slot.incarnation)
         agreement = self._agreements.of(slot.capabilities)
@@ -127,7 +143,7 @@ class Pusher:
         await client.pause("retract")
         if again or slot.verified is None:  # an update may be open: from the attempt before, or from the life of a driver before
             await self._end_if_open(client)
-        await client.release(["kv_cache"])
+        not_released = await release.do()
         if parcel.in_session:
             await client.begin_update()
         await parcel.send(slot)
@@ -150,7 +166,7 @@ class Pusher:
         if len(self._verified) > REMEMBERED_VERSIONS:
             del self._verified[next(iter(self._verified))]
         self._pool.open(slot, label)
-        return gap
+        return gap, () if not_released is None else (not_released,)
 
     @staticmethod
     async def _end_if_open(client: EngineClient) -> None:

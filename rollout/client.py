@@ -202,9 +202,12 @@ class EngineClient:
     async def model_info(self) -> dict[str, Any]:
         return await self._read("/model_info")
 
+    async def server_info(self) -> dict[str, Any]:
+        return await self._read("/server_info")
+
     async def capabilities(self) -> Capabilities:
         """EngineError `configuration` for a server that a run cannot use."""
-        found = capabilities_of(await self._read("/server_info"), await self.model_info())
+        found = capabilities_of(await self.server_info(), await self.model_info())
         found.demand_usable(self.url)
         return found
 
