@@ -75,6 +75,7 @@ figures: setup
 	$(BIN)/python -m benchmarks.overlap --quick
 	$(BIN)/python -m benchmarks.start --quick
 	$(BIN)/python -m benchmarks.trainer --quick
+	$(BIN)/python -m benchmarks.push --quick
 
 clean:
 	rm -rf $(VENV) $(SGLANG_VENV) dist runs demo_summary.json

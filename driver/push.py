@@ -149,7 +149,7 @@ class Pusher:
         await parcel.send(slot)
         if parcel.in_session:
             await client.end_update()
-        sums = await client.checksums()
+        sums = await parcel.held(slot)
         agreement.check(snapshot, sums)
         await client.set_version(str(label))
         await client.resume(["kv_cache"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import time
 from dataclasses import replace
@@ -13,8 +14,9 @@ import pytest
 from safetensors.numpy import save_file
 from safetensors.torch import load_file
 
+from driver.agreement import EachTensor
 from driver.checkpoint_files import tensor_shapes
-from driver.snapshot import PushImpossible, Snapshot, SnapshotGone
+from driver.snapshot import PushImpossible, PushRefused, Snapshot, SnapshotGone
 from driver.transport import SHARED_MEMORY, DiskTransport, SharedMemoryTransport, StoreTransport, Transports
 from rollout.answer import EngineError
 from rollout.capabilities import capabilities_of
@@ -42,7 +44,8 @@ def store():
 @pytest.fixture
 def snapshot(store) -> Snapshot:
     refs = [store.put(f"r/weights/0/3/{i}", dict(part)) for i, part in enumerate((list(TENSORS.items())[:2], list(TENSORS.items())[2:]))]
-    return Snapshot("r", 0, 3, tuple(ref.to_wire() for ref in refs), {}, (), ())
+    sums = {name: hashlib.sha256((t.data if isinstance(t, Column) else t).tobytes()).hexdigest() for name, t in TENSORS.items()}
+    return Snapshot("r", 0, 3, tuple(ref.to_wire() for ref in refs), sums, (), ())
 
 
 class Listening:
@@ -208,3 +211,31 @@ async def test_E10_a_tensor_of_three_buckets_is_whole_in_shared_memory_and_on_di
     with pytest.raises(PushImpossible, match=r"not whole: .*end before element 20"):
         async with StoreTransport(shapes).prepared(replace(cut_up, buckets=cut_up.buckets[:2])):
             pass
+
+
+async def test_E3_a_weight_that_is_equal_to_the_store_has_the_stores_own_sum_and_no_other(snapshot):
+    class Comparing:
+        def __init__(self) -> None:
+            self.equal = list(SHAPES)
+
+        async def equal_to_stored(self, refs: Any) -> list[str]:
+            assert tuple(refs) == snapshot.buckets
+            return self.equal
+
+    engine, agreement = Comparing(), EachTensor()
+    async with StoreTransport(SHAPES).prepared(snapshot) as parcel:
+        agreement.check(snapshot, await parcel.held(slot_of(engine)))
+        engine.equal = ["a.weight", "c.weight"]
+        with pytest.raises(PushRefused, match=r"1 of 2 tensors are not the snapshot's, the first is b.weight"):
+            agreement.check(snapshot, await parcel.held(slot_of(engine)))
+
+
+async def test_E3_bytes_in_the_store_that_are_not_what_the_trainer_summed_are_found(snapshot):
+    class Equal:
+        async def equal_to_stored(self, refs: Any) -> list[str]:
+            return list(SHAPES)
+
+    other = replace(snapshot, checksums=snapshot.checksums | {"c.weight": "0" * 64})
+    async with StoreTransport(SHAPES).prepared(other) as parcel:
+        with pytest.raises(PushRefused, match=r"the first is c.weight"):
+            EachTensor().check(other, await parcel.held(slot_of(Equal())))

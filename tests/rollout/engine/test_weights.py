@@ -238,6 +238,35 @@ def test_e10_parts_are_copied_into_their_place_and_one_that_reaches_past_the_end
     assert changed[NAME] == hashlib.sha256(new[NAME].tobytes()).hexdigest()
 
 
+def test_E3_a_weight_is_the_stores_only_if_every_byte_is(
+    engine: Served, checkpoints: Callable[..., Path], bucket: Callable[..., str]
+) -> None:
+    new = weights(checkpoints("Qwen3", seed=1))
+    parts = [bucket(dict([part])) for part in cut(NAME, new[NAME], 3000)]
+    rest = bucket({name: tensor for name, tensor in new.items() if name != NAME})
+
+    def equal(*entries: str) -> set[str]:
+        reply = engine.post("/weights_checker", {"action": "headrace_store", "serialized_buckets": list(entries)})
+        assert reply["success"] is True
+        return set(reply["equal"])
+
+    norms = {name for name in equal(*parts, rest)}
+    engine.post("/begin_weight_update", {})
+    for entry in (rest, *parts[:2]):
+        send(engine, entry)
+    assert equal(rest, *parts) == new.keys() - {NAME} and norms < new.keys(), "its last part is not in yet"
+    send(engine, parts[2])
+    assert equal(rest, *parts) == new.keys()
+    assert equal(rest, *parts[:2]) == new.keys() - {NAME} == equal(rest, *parts[1:]), "not looked at to its end, or from its beginning"
+    wrong = new["model.norm.weight"].copy()
+    wrong.view(np.uint8)[-1] ^= 1
+    send(engine, bucket({"model.norm.weight": wrong}))
+    assert equal(rest, *parts) == new.keys() - {"model.norm.weight"}
+    assert equal(bucket({"unknown": wrong})) == set()
+    says = engine.post("/weights_checker", {"action": "headrace_store", "serialized_buckets": ["%"]}, expect=400)
+    assert "not base64" in says["error"]["message"]
+
+
 def test_b1_no_pickle_is_loaded_and_a_reference_must_be_one(engine: Served, bucket: Callable[..., str]) -> None:
     engine.post("/begin_weight_update", {})
     for load_format in (None, "direct", "flattened_bucket"):
