@@ -41,7 +41,7 @@ def test_the_model_that_is_pushed_is_a_checkpoint_and_two_snapshots_of_it_with_a
             == tensor_shapes(model.path)
             == dict(shape.tensors())
         )
-        assert [len(bundle.refs) for bundle in bundles][0] == 2
+        assert next(len(bundle.refs) for bundle in bundles) == 2
     assert first.canary_log_probs != second.canary_log_probs and first.checksums != second.checksums
     assert model.size_bytes == sum(size_bytes for bundle in first.bundles() for _, _, size_bytes in bundle.tensors)
 

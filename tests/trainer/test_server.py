@@ -224,11 +224,14 @@ async def test_what_cannot_be_resumed_is_refused_with_what_to_do_and_the_weights
         assert refused.value.status == 409 and (await trainer.client.health()).trained_version == 2
 
 
-async def test_weights_with_nan_are_not_pushed(start: Any, store: EmbeddedStore, models: dict[str, str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("broken_value", [np.nan, np.inf, -np.inf])
+async def test_weights_with_nan_are_not_pushed(
+    start: Any, store: EmbeddedStore, models: dict[str, str], tmp_path: Path, broken_value: float
+) -> None:
     broken = tmp_path / "broken"
     shutil.copytree(models["llama"], broken)
     tensors = load_file(broken / "model.safetensors")
-    tensors["model.norm.weight"][3] = np.nan
+    tensors["model.norm.weight"][3] = broken_value
     save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
     async with start() as trainer:
         await trainer.client.load(str(broken))
