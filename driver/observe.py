@@ -156,6 +156,7 @@ def engines(run: Run) -> list[dict[str, Any]]:
             "served_requests": slot.served_requests,
             "busy_s": round(slot.busy_s(), 3),
             "capabilities": None if slot.capabilities is None else asdict(slot.capabilities),
+            "push_skipped": list(run.pusher.skipped.get(slot.engine_id, ())),
         }
         for slot in run.pool.slots.values()
     ]

@@ -238,7 +238,7 @@ class PushConfig(_Section):
     transport: Literal["auto", "store", "tensor", "disk"] = Field(
         "auto", description="store: the embedded engine reads the store; tensor: SGLang maps shared memory; disk: a checkpoint directory"
     )
-    bucket_bytes: int = Field(64 << 20, ge=1 << 10)
+    bucket_bytes: int = Field(64 << 20, ge=1 << 10, description="most bytes of weights in one object of the store; larger tensors are cut")
     deadline_s: float = Field(60.0, gt=0, description="one engine's whole push; later it is quarantined")
     logprob_tolerance: float | None = Field(
         None,

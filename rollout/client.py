@@ -8,7 +8,7 @@ before a failure travels on the EngineError, so nothing that was sampled is lost
 import asyncio
 import base64
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -204,9 +204,12 @@ class EngineClient:
         reply = await self._call("GET", "/model_info", None, deadline_s)
         return reply.get("weight_version") if isinstance(reply, dict) else None
 
+    async def server_info(self) -> dict[str, Any]:
+        return await self._read("/server_info")
+
     async def capabilities(self) -> Capabilities:
         """EngineError `configuration` for a server that a run cannot use."""
-        found = capabilities_of(await self._read("/server_info"), await self.model_info())
+        found = capabilities_of(await self.server_info(), await self.model_info())
         found.demand_usable(self.url)
         return found
 
@@ -224,6 +227,14 @@ class EngineClient:
     async def checksums(self) -> dict[str, Any]:
         """`per_engine_checksum` and, for each rank, the checksums by tensor name."""
         return await self._again("POST", "/weights_checker", {"action": "checksum"}, WEIGHTS_S)
+
+    async def equal_to_stored(self, refs: Iterable[Mapping[str, Any]]) -> list[str]:
+        """Names of the weights that are, byte for byte, what lies in these buckets of the store. The embedded engine's alone."""
+        body = {"action": "headrace_store", "serialized_buckets": [entry for ref in refs for entry in ref_payload(ref)]}
+        equal = (await self._again("POST", "/weights_checker", body, WEIGHTS_S)).get("equal")
+        if not isinstance(equal, list):
+            raise malformed("the engine does not say which weights are those of the store")
+        return equal
 
     async def _read(self, path: str) -> dict[str, Any]:
         return await self._again("GET", path, None, INFO_S)

@@ -47,6 +47,7 @@ class EngineSlot:
         self.reason = "registered, not verified yet"
         self.verified: Version | None = None
         self.capabilities: Capabilities | None = None  # None where nobody asked
+        self.pid: int | None = None  # of its first process; None where another started it
         self.open_requests = 0
         self.served_requests = 0
         self._monotonic = monotonic
@@ -129,7 +130,13 @@ class EnginePool:
         self._waiters: OrderedDict[Waiter, None] = OrderedDict()
 
     def register(
-        self, engine_id: str, client: EngineClient, incarnation: int, capacity: int, capabilities: Capabilities | None = None
+        self,
+        engine_id: str,
+        client: EngineClient,
+        incarnation: int,
+        capacity: int,
+        capabilities: Capabilities | None = None,
+        pid: int | None = None,
     ) -> EngineSlot:
         """A new engine, or a new life of one. It gets no requests until `open`; the slot of its life before is gone."""
         old = self.slots.get(engine_id)
@@ -141,6 +148,7 @@ class EnginePool:
             raise ValueError(f"engine {engine_id}: capacity must be at least 1 request, not {capacity}")
         slot = EngineSlot(engine_id, client, incarnation, capacity, self._monotonic)
         slot.capabilities = capabilities
+        slot.pid = pid
         self.slots[engine_id] = slot
         return slot
 

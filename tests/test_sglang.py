@@ -16,7 +16,7 @@ import pytest
 from driver.agreement import Agreements
 from driver.checkpoint_files import tensor_shapes
 from driver.push import Pusher
-from driver.snapshot import Snapshot
+from driver.snapshot import PushImpossible, Snapshot
 from driver.transport import DiskTransport, Parcel, SharedMemoryTransport, Transport, Transports
 from rollout.capabilities import capabilities_of
 from rollout.client import EngineClient, make_http
@@ -175,3 +175,21 @@ async def test_a_push_through_the_disk_is_the_same(server, store, tmp_path):
         (outcome,) = await parts.pusher.push_all(Weights(8).snapshot(store))
         assert outcome.verified and outcome.logprob_gap <= 1e-4, outcome
         assert list((tmp_path / "push").iterdir()) == []
+
+
+async def test_E10_tensors_of_several_buckets_and_a_tied_embedding_arrive_whole(server, store):
+    weights = Weights(9)
+    embedding = weights.tensors["model.embed_tokens.weight"]
+    async with parts_of(server) as parts:
+        (outcome,) = await parts.pusher.push_all(weights.snapshot(store, cut_bytes=embedding.nbytes // 3))
+        assert outcome.verified and outcome.logprob_gap <= 1e-4, outcome
+
+
+async def test_E10_a_name_the_engine_does_not_know_is_refused_before_anything_is_sent(server, store):
+    weights = Weights(10)
+    weights.tensors["model.norm.bias"] = weights.tensors["model.norm.weight"]
+    snapshot = weights.snapshot(store)
+    async with parts_of(server) as parts:
+        with pytest.raises(PushImpossible, match=r"1 tensors of the snapshot are not in .* model.norm.bias"):
+            await parts.pusher.push_all(snapshot)
+        assert parts.slot.state == "starting"

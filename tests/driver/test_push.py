@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from driver.push import Pusher, Snapshot
+from driver.transport import StoreTransport, Transports
 from rollout.answer import EngineError, Prefix
+from rollout.capabilities import capabilities_of
 from rollout.pool import EnginePool
 from rollout.version import Version
 
@@ -79,7 +81,7 @@ class ScriptedEngine:
 
     async def checksums(self) -> dict[str, Any]:
         await self._call("checksums")
-        return {"ranks": [{"checksums": self.held}]}
+        return {"ranks": [{"checksums": self.held}], "per_engine_checksum": "f" * 64}
 
     async def set_version(self, version: str) -> None:
         await self._call("version")
@@ -222,3 +224,15 @@ async def test_E11_A5_weights_that_made_tokens_and_were_refused_give_the_name_aw
     assert not outcome.verified and slot.state == "quarantined" and len(replaced) == 1
     made = Prefix([1], [-1.0], [("run/0/3/7", 0, 1)])
     assert (await pusher.trusted(made)).output_ids == []
+
+
+async def test_a_release_that_frees_nothing_is_told_and_logged_once_and_the_cache_is_resumed_all_the_same(parts, caplog):
+    _, engine, slot, _, pusher = parts
+    slot.capabilities = capabilities_of({"version": "0.5.23"}, {})  # a real server without the memory saver
+    pusher._transports = Transports("auto", {"tensor": StoreTransport})
+    said = "release: SGLang was started without --enable-memory-saver, its KV cache stays in memory"
+    for version in (3, 4):
+        (outcome,) = await pusher.push_all(replace(SNAPSHOT, version=version))
+        assert outcome.verified and outcome.skipped == (said,) and pusher.skipped == {"engine-0": (said,)}
+    assert engine.calls.count("release") == engine.calls.count("resume") == 2 and not engine.released
+    assert [record.message for record in caplog.records if "memory-saver" in record.message] == [f"pushes to engine-0: {said}"]
