@@ -23,6 +23,7 @@ from driver.archive import Archive, FinishedTrajectory, MetricsLog, read_metrics
 from driver.batcher import smallest_batch
 from driver.core import Core
 from driver.dispatch import Dispatch
+from driver.engine_watch import EngineWatch
 from driver.events import RowsLost, RunEnded, SampleDiscarded, TrajectoryRetried
 from driver.feed import Feed
 from driver.launcher import StartFailed
@@ -86,6 +87,13 @@ class Run:
         self.dispatch = Dispatch(
             self.core, self.pool, self.pusher, self.scoring, self.tokenizer, watermark, on_discarded=self._archive_discarded
         )
+        self.engine_watch = EngineWatch(
+            self.core,
+            self.pool,
+            interval_s=config.rollout.loads_interval_s,
+            stall_s=config.rollout.stall_s,
+            replace=lambda slot, reason: self.processes.replace(slot.engine_id, reason),
+        )
         self.training = Training(
             self.core,
             self.http,
@@ -133,6 +141,7 @@ class Run:
                 ("scoring", self.scoring.run()),
                 ("dispatch", self.dispatch.run()),
                 ("push", self.publisher.run()),
+                ("engine watch", self.engine_watch.run()),
                 ("tick", self._tick_loop()),
             )
         ]

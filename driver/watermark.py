@@ -7,7 +7,11 @@ siblings and continuations always go, so a started sample is never starved by it
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+
+from rollout.load import Load
 
 
 @dataclass(frozen=True)
@@ -25,6 +29,41 @@ class Decision:
     watermark: int
     binding: str
     caps: Caps
+
+
+@dataclass(frozen=True)
+class KvRoom:
+    """How many requests the open engines run at once, and what sets that number, in words."""
+
+    slots: int
+    bound: str
+
+
+def kv_room(loads: Iterable[Load | None], *, max_running: int, max_open: int, mean_tokens: float | None) -> KvRoom:
+    """Of the open engines, each with its last report or None.
+
+    An engine runs as many requests as it says it can, or as its KV memory holds at the mean length of a request so far; before it has
+    reported, the `max_running` that was configured; and never more than the `max_open` that are sent.
+    """
+    slots: Counter[str] = Counter()
+    engines: Counter[str] = Counter()
+    for load in loads:
+        bounds = {"rollout.max_open_requests": max_open}
+        if load is None:
+            bounds["rollout.max_running_requests"] = max_running
+        else:
+            bounds["the engine's own limit"] = load.max_running
+            if mean_tokens is not None and load.max_total_tokens:
+                bounds[f"KV memory of {load.max_total_tokens} tokens at a mean of {mean_tokens:.0f}"] = max(
+                    1, int(load.max_total_tokens / max(1.0, mean_tokens))
+                )
+        bound = min(reversed(bounds), key=lambda name: bounds[name])  # of equal ones the engine's own
+        slots[bound] += bounds[bound]
+        engines[bound] += 1
+    words = ", ".join(
+        f"{slots[bound]} requests at once on {count} {'engine' if count == 1 else 'engines'} by {bound}" for bound, count in engines.items()
+    )
+    return KvRoom(slots.total(), words or "no engine is open")
 
 
 @dataclass
@@ -59,7 +98,7 @@ class Watermark:
     ) -> Decision:
         """The target now.
 
-        kv_cap: what the engines can decode at once, and a little queue so that none idles.
+        kv_cap: what the engines can decode at once (`kv_room`), and a little queue so that none idles.
         staleness_cap: what is in flight plus what A4 still lets in.
         demand_cap: Little's law, rate the trainer eats at times the time in flight, plus two batches less what lies ready: ready
         piling up lowers it, a waiting trainer (ready = 0) raises it.

@@ -213,7 +213,7 @@ class EngineClient:
         await self._call("POST", "/freeze_gc", None, CONTROL_S)
 
     async def loads(self) -> dict[str, Any]:
-        return await self._read("/v1/loads")
+        return await self._read("/v1/loads?include=core")
 
     async def health(self) -> dict[str, Any]:
         """What /health says; a real SGLang server says nothing, which is an empty dict."""
