@@ -182,9 +182,8 @@ class Dispatch:
         room = admissible(ledger.live_by_deadline, deadline, ledger.next_batch, config.batch.samples)
         reserved_bytes = ledger.counts.by_state[RUNNING] * config.sample_bytes // config.rollout.n
         self.kv_room = kv_room(
-            (slot.load for slot in self._pool.slots.values() if slot.state == "open"),
+            ((slot.load, slot.capacity) for slot in self._pool.slots.values() if slot.state == "open"),
             max_running=config.rollout.max_running_requests,
-            max_open=config.rollout.max_open_requests,
             mean_tokens=self._request_tokens.value,
         )
         self.decision = self._watermark.decide(

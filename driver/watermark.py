@@ -39,15 +39,15 @@ class KvRoom:
     bound: str
 
 
-def kv_room(loads: Iterable[Load | None], *, max_running: int, max_open: int, mean_tokens: float | None) -> KvRoom:
-    """Of the open engines, each with its last report or None.
+def kv_room(engines: Iterable[tuple[Load | None, int]], *, max_running: int, mean_tokens: float | None) -> KvRoom:
+    """Of the open engines, each with its last report or None, and how many requests it is sent at most.
 
     An engine runs as many requests as it says it can, or as its KV memory holds at the mean length of a request so far; before it has
-    reported, the `max_running` that was configured; and never more than the `max_open` that are sent.
+    reported, the `max_running` that was configured.
     """
     slots: Counter[str] = Counter()
-    engines: Counter[str] = Counter()
-    for load in loads:
+    counts: Counter[str] = Counter()
+    for load, max_open in engines:
         bounds = {"rollout.max_open_requests": max_open}
         if load is None:
             bounds["rollout.max_running_requests"] = max_running
@@ -59,9 +59,9 @@ def kv_room(loads: Iterable[Load | None], *, max_running: int, max_open: int, me
                 )
         bound = min(reversed(bounds), key=lambda name: bounds[name])  # of equal ones the engine's own
         slots[bound] += bounds[bound]
-        engines[bound] += 1
+        counts[bound] += 1
     words = ", ".join(
-        f"{slots[bound]} requests at once on {count} {'engine' if count == 1 else 'engines'} by {bound}" for bound, count in engines.items()
+        f"{slots[bound]} requests at once on {count} {'engine' if count == 1 else 'engines'} by {bound}" for bound, count in counts.items()
     )
     return KvRoom(slots.total(), words or "no engine is open")
 

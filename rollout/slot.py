@@ -7,7 +7,9 @@ behind those of others and its reports show that these go on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import asyncio
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Literal
 
 from rollout.answer import EngineError
@@ -45,6 +47,7 @@ class EngineSlot:
         self.preferring_requests = 0  # those that would have this engine, for what it holds of them
         self.preferred_requests = 0  # and got it
         self._most_open = 0
+        self._limits: set[asyncio.Timeout] = set()
         self._monotonic = monotonic
         self._busy = Stopwatch(monotonic)
         self._shut = Stopwatch(monotonic)
@@ -95,6 +98,15 @@ class EngineSlot:
         """How loaded it is; see `rollout.load.score`."""
         return score(self.open_requests, self.capacity, self.load, now_s)
 
+    @contextmanager
+    def bounds(self, limit: asyncio.Timeout) -> Iterator[None]:
+        """In this block `limit` runs out as soon as the engine is gone: nobody waits for one that left."""
+        self._limits.add(limit)
+        try:
+            yield
+        finally:
+            self._limits.discard(limit)
+
     def _take(self) -> None:
         self.open_requests += 1
         self.served_requests += 1
@@ -114,6 +126,9 @@ class EngineSlot:
         self.state = state
         self.reason = reason
         self._run_clocks()
+        if state == "gone":
+            for limit in self._limits:
+                limit.reschedule(asyncio.get_running_loop().time())
 
     def _run_clocks(self) -> None:
         self._busy.run(self.open_requests > 0)
