@@ -183,22 +183,20 @@ def why(run: Run) -> dict[str, Any]:
 
 
 def sentence(run: Run) -> str:
-    """Why the slower side waits, in one sentence: for the trainer also what it waits for in turn."""
+    """Why the slower side waits, in one sentence: for the trainer also what it waits for in turn. And which engines are being replaced."""
     if run.failure:
         return f"The run has stopped: {run.failure}"
     if run.state in ("finished", "stopped"):
         return f"The run is {run.state}" + (f": {run.core.ledger.ended}." if run.core.ledger.ended else ".")
     now = time.monotonic()
     waits = run.core.waits
-    engines = [side for side in waits if side.startswith("engine ")]
-    side = next((side for side in ("trainer", "reward", "rollout", *engines) if side in waits), None)
+    replaced = [waits[side].reason for side in waits if side.startswith("engine ")]
+    side = next((side for side in ("trainer", "reward", "rollout") if side in waits), None)
     if side is None:
-        return "Nothing waits: engines and trainer are both at work."
-    because = ""
-    if side == "trainer":
-        upstream = next((s for s in ("reward", *engines, "rollout") if s in waits), None)
-        because = f"; {upstream}: {waits[upstream].reason}" if upstream else ""
-    return f"{side} idle {now - waits[side].since:.1f} s: {waits[side].reason}{because}"
+        return "; ".join(replaced) or "Nothing waits: engines and trainer are both at work."
+    upstream = next((s for s in ("reward", "rollout") if s in waits), None) if side == "trainer" else None
+    because = [f"{upstream}: {waits[upstream].reason}"] if upstream else []
+    return "; ".join([f"{side} idle {now - waits[side].since:.1f} s: {waits[side].reason}", *because, *replaced])
 
 
 def gauges(run: Run) -> dict[str, float]:

@@ -48,22 +48,25 @@ def kv_room(engines: Iterable[tuple[Load | None, int]], *, max_running: int, mea
     slots: Counter[str] = Counter()
     counts: Counter[str] = Counter()
     for load, max_open in engines:
-        bounds = {"rollout.max_open_requests": max_open}
-        if load is None:
-            bounds["rollout.max_running_requests"] = max_running
-        else:
-            bounds["the engine's own limit"] = load.max_running
-            if mean_tokens is not None and load.max_total_tokens:
-                bounds[f"KV memory of {load.max_total_tokens} tokens at a mean of {mean_tokens:.0f}"] = max(
-                    1, int(load.max_total_tokens / max(1.0, mean_tokens))
-                )
-        bound = min(reversed(bounds), key=lambda name: bounds[name])  # of equal ones the engine's own
-        slots[bound] += bounds[bound]
+        at_once, bound = _at_once(load, max_open, max_running, mean_tokens)
+        slots[bound] += at_once
         counts[bound] += 1
     words = ", ".join(
         f"{slots[bound]} requests at once on {count} {'engine' if count == 1 else 'engines'} by {bound}" for bound, count in counts.items()
     )
     return KvRoom(slots.total(), words or "no engine is open")
+
+
+def _at_once(load: Load | None, max_open: int, max_running: int, mean_tokens: float | None) -> tuple[int, str]:
+    """Of one engine: the number, and what sets it."""
+    if load is None:
+        at_once, bound = max_running, "rollout.max_running_requests"
+    else:
+        at_once, bound = load.max_running, "the engine's own limit"
+        if mean_tokens and load.max_total_tokens < at_once * mean_tokens:
+            at_once = max(1, int(load.max_total_tokens / mean_tokens))
+            bound = f"KV memory of {load.max_total_tokens} tokens at a mean of {mean_tokens:.0f}"
+    return (at_once, bound) if at_once <= max_open else (max_open, "rollout.max_open_requests")
 
 
 @dataclass

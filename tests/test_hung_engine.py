@@ -32,6 +32,17 @@ def test_E14_L2_an_engine_that_makes_no_token_is_found_by_that_alone_and_replace
     try:
         service.up()
         service.wait(lambda _: [engine["state"] for engine in service.run("/engines")] == ["open", "open"], "both engines")
+        service.wait(lambda _: all(engine["load"] for engine in service.run("/engines")), "a report of each")
+        for engine in service.run("/engines"):
+            assert engine["load"] | {"age_s": 0} == {
+                "running": 0,
+                "waiting": 0,
+                "foreign": 0,
+                "kv_use": 0.0,
+                "max_running": 128,
+                "max_total_tokens": 128 * 64,
+                "age_s": 0,
+            }
         urls = {engine["engine_id"]: engine["url"] for engine in service.run("/engines")}
         assert service.http.post(urls["engine-0"] + "/slow_down", json={"forward_sleep_time": 3600}).status_code == 200
         assert service.submit(ROWS.encode()).status_code == 201

@@ -76,7 +76,7 @@ def load(max_running: int, max_total_tokens: int) -> Load:
         ([(load(48, 10_000), 192)], 100.0, 48, "48 requests at once on 1 engine by the engine's own limit"),
         ([(load(48, 3_000), 192)], 100.0, 30, "30 requests at once on 1 engine by KV memory of 3000 tokens at a mean of 100"),
         ([(load(48, 50), 192)], 100.0, 1, "1 requests at once on 1 engine by KV memory of 50 tokens at a mean of 100"),
-        ([(load(400, 0), 192)], 100.0, 192, "192 requests at once on 1 engine by rollout.max_open_requests"),
+        ([(load(400, 90_000), 192)], 100.0, 192, "192 requests at once on 1 engine by rollout.max_open_requests"),
         ([], None, 0, "no engine is open"),
     ],
 )
