@@ -1,7 +1,7 @@
 """What engines do between our requests: how loaded they say they are, and whether they still move.
 
-Each engine is looked at once an interval, one after the other and not all at once, so that many of them are no burst. A question that
-fails leaves what was known, which grows old. An open engine that has said nothing to any of its requests for `stall_s` hangs, whatever
+Engines are asked in turn, each once an interval, so that many of them are no burst, and more slowly where there are very many. A question
+that fails leaves what was known, which grows old. An open engine that has said nothing to any of its requests for `stall_s` hangs, whatever
 its /health says (E14): no request may go there any more, its process is replaced, and its requests go on elsewhere from their last token.
 """
 
@@ -17,8 +17,8 @@ from rollout.pool import EnginePool
 from rollout.slot import EngineSlot
 
 log = logging.getLogger("headrace.engines")
-ANSWER_S = 5.0
-TRUST_INTERVALS = 3.0  # so many intervals a report is believed: one or two questions may fail and nothing changes
+MOST_A_SECOND = 8  # questions: each costs the driver a millisecond or two of computing
+TRUST_ROUNDS = 3.0  # a report is believed for so many rounds: one or two questions may fail and nothing changes
 
 
 class EngineWatch:
@@ -44,29 +44,32 @@ class EngineWatch:
         async with asyncio.TaskGroup() as group:
             while True:
                 slots = list(self._pool.slots.values())
-                self._returned()
+                round_s = max(self._interval_s, len(slots) / MOST_A_SECOND)
                 for slot in slots:
-                    await self._look(slot)
+                    await self._look()
                     if slot.state in ("starting", "open", "shut") and slot not in self._asking:
                         self._asking.add(slot)
-                        group.create_task(self._ask(slot), name=f"load of {slot.engine_id}")
-                    await asyncio.sleep(self._interval_s / len(slots))
+                        group.create_task(self._ask(slot, TRUST_ROUNDS * round_s), name=f"load of {slot.engine_id}")
+                    await asyncio.sleep(round_s / len(slots))
                 if not slots:
-                    await asyncio.sleep(self._interval_s)
+                    await asyncio.sleep(round_s)
 
-    async def _ask(self, slot: EngineSlot) -> None:
+    async def _ask(self, slot: EngineSlot, trust_s: float) -> None:
         try:
-            async with asyncio.timeout(ANSWER_S):
-                slot.reported(await slot.client.loads(), TRUST_INTERVALS * self._interval_s)
-        except (EngineError, TimeoutError) as error:
+            slot.reported(await slot.client.loads(), trust_s)
+        except EngineError as error:
             log.debug("%s did not say how loaded it is: %s", slot.engine_id, error)
         finally:
             self._asking.discard(slot)
 
-    async def _look(self, slot: EngineSlot) -> None:
-        silent_s = slot.silent_s()
-        if slot.state != "open" or silent_s < self._stall_s:
-            return
+    async def _look(self) -> None:
+        for slot in list(self._pool.slots.values()):
+            silent_s = slot.silent_s()
+            if slot.state == "open" and silent_s >= self._stall_s:
+                await self._hangs(slot, silent_s)
+        self._returned()
+
+    async def _hangs(self, slot: EngineSlot, silent_s: float) -> None:
         reason = (
             f"it hangs: no token and no answer in {silent_s:.1f} s while requests were open, {slot.open_requests} of them now "
             f"(rollout.stall_s is {self._stall_s:g})"

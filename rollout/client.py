@@ -212,8 +212,9 @@ class EngineClient:
         """Python's collector in the server skips what lives now. A push empties the cache, and SGLang then collects: 0.4 s, else 5 ms."""
         await self._call("POST", "/freeze_gc", None, CONTROL_S)
 
-    async def loads(self) -> dict[str, Any]:
-        return await self._read("/v1/loads?include=core")
+    async def loads(self) -> Any:
+        """Tried once: who asks does so again and again."""
+        return await self._call("GET", "/v1/loads?include=core", None, INFO_S)
 
     async def health(self) -> dict[str, Any]:
         """What /health says; a real SGLang server says nothing, which is an empty dict."""

@@ -8,7 +8,6 @@ no I/O: the pool asks for a score with each request it gives out.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,16 +45,12 @@ class Load:
     at_s: float
     trust_s: float
 
-    def believed(self, now_s: float) -> float:
-        """1 while fresh, 0 when stale."""
-        return min(1.0, max(0.0, 2.0 - (now_s - self.at_s) / self.trust_s))
-
     def differs_from(self, other: Load) -> bool:
         """The engine's loop has turned in between: it writes these numbers, and a loop that hangs leaves them as they are."""
         return (self.running, self.waiting, self.used_tokens) != (other.running, other.waiting, other.used_tokens)
 
 
-def load_of(reply: Mapping[str, Any], *, own: int, at_s: float, trust_s: float) -> Load:
+def load_of(reply: Any, *, own: int, at_s: float, trust_s: float) -> Load:
     """Of a body of /v1/loads. `own` is the most of our requests that may be among those it counts; EngineError when it makes no sense."""
     try:
         ranks = msgspec.convert(reply, _Reply).loads
@@ -82,7 +77,8 @@ def score(own: int, capacity: int, load: Load | None, now_s: float) -> float:
     """Open requests, ours and others', over what runs at once; 1 is full. Without a report over `capacity`: all we would send."""
     if load is None:
         return own / capacity
-    believed = load.believed(now_s)
+    age_s = now_s - load.at_s
+    believed = 1.0 if age_s <= load.trust_s else max(0.0, 2.0 - age_s / load.trust_s)
     requests = own + believed * load.foreign
     held = believed * load.kv_use / load.running if load.running else 0.0  # share of the KV memory that one running request holds
     return requests * max(1.0 / load.max_running, held)

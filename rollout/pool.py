@@ -175,15 +175,17 @@ class EnginePool:
         return any(slot.has_room() for slot in self.slots.values())
 
     def _best(self, avoid: Collection[str], prefer: EngineSlot | None) -> EngineSlot | None:
-        open_slots = [slot for slot in self.slots.values() if slot.state == "open"]
-        wanted = [slot for slot in open_slots if slot.engine_id not in avoid] or open_slots
+        wanted = [slot for slot in self.slots.values() if slot.state == "open"]
+        if avoid:
+            wanted = [slot for slot in wanted if slot.engine_id not in avoid] or wanted
         now_s = self._monotonic()
         free = {slot: slot.score(now_s) for slot in wanted if slot.has_room()}
         if not free:
             return None
-        if prefer is not None and prefer in free and free[prefer] <= min(free.values()) + PREFERENCE:
+        least = min(free.values())
+        if prefer is not None and prefer in free and free[prefer] <= least + PREFERENCE:
             return prefer
-        return min(free, key=lambda slot: (free[slot], slot.open_requests, slot.served_requests))
+        return min((slot for slot in free if free[slot] == least), key=lambda slot: (slot.open_requests, slot.served_requests))
 
     @property
     def serving_version(self) -> int | None:

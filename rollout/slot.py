@@ -8,7 +8,7 @@ behind those of others and its reports show that these go on.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -74,7 +74,7 @@ class EngineSlot:
         """A token or an answer came from the engine, to whichever request."""
         self._silent.restart()
 
-    def reported(self, reply: Mapping[str, Any], trust_s: float) -> None:
+    def reported(self, reply: Any, trust_s: float) -> None:
         """What the engine says of its load (/v1/loads). EngineError, and nothing changes, when it makes no sense.
 
         Its numbers may be some steps old, so as many of our requests as were open at any time since the last report may be among those

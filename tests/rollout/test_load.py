@@ -70,7 +70,7 @@ def test_ranks_add_up_and_what_we_sent_is_not_others():
 
 
 @pytest.mark.parametrize(
-    "reply", [{}, {"loads": []}, {"loads": [{}]}, {"loads": [RANK | {"max_running_requests": "many"}]}, {"loads": None}]
+    "reply", [None, {}, {"loads": []}, {"loads": [{}]}, {"loads": [RANK | {"max_running_requests": "many"}]}, {"loads": None}]
 )
 def test_a_report_that_makes_no_sense_is_the_engines_failure(reply):
     with pytest.raises(EngineError) as caught:
