@@ -3,11 +3,12 @@
 Requests are ours that are open now, plus those of others (another driver, a router, a person) as the engine last reported them. What it
 can run at once is its number of request slots or, where that is less, its KV memory over what a running request was seen to hold. A
 report is believed whole for `trust_s` and not at all after twice that; between, it fades, and what is left are our own counts. No clock,
-no I/O: the pool asks for a score with each request it gives out.
+no I/O. The pool compares the scores of all engines for each request it gives out, so most of a score is worked out beforehand.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,12 +74,24 @@ def load_of(reply: Any, *, own: int, at_s: float, trust_s: float) -> Load:
     )
 
 
-def score(own: int, capacity: int, load: Load | None, now_s: float) -> float:
-    """Open requests, ours and others', over what runs at once; 1 is full. Without a report over `capacity`: all we would send."""
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """What turns a number of our own open requests into a score, good until `until_s`; 1 is full."""
+
+    others: float
+    per_request: float
+    until_s: float
+
+    def score(self, own: int) -> float:
+        return (own + self.others) * self.per_request
+
+
+def scale(capacity: int, load: Load | None, now_s: float) -> Scale:
+    """Requests over what runs at once; of an engine that has not reported, over `capacity`, all that we would send."""
     if load is None:
-        return own / capacity
+        return Scale(0.0, 1.0 / capacity, math.inf)
     age_s = now_s - load.at_s
     believed = 1.0 if age_s <= load.trust_s else max(0.0, 2.0 - age_s / load.trust_s)
-    requests = own + believed * load.foreign
-    held = believed * load.kv_use / load.running if load.running else 0.0  # share of the KV memory that one running request holds
-    return requests * max(1.0 / load.max_running, held)
+    held = load.kv_use / load.running if load.running else 0.0  # share of the KV memory that one running request holds
+    until_s = load.at_s + load.trust_s if believed == 1.0 else now_s if believed else math.inf
+    return Scale(believed * load.foreign, max(1.0 / load.max_running, believed * held), until_s)

@@ -179,7 +179,7 @@ class EnginePool:
         if avoid:
             wanted = [slot for slot in wanted if slot.engine_id not in avoid] or wanted
         now_s = self._monotonic()
-        free = {slot: slot.score(now_s) for slot in wanted if slot.has_room()}
+        free = {slot: slot.score(now_s) for slot in wanted if slot.open_requests < slot.capacity}
         if not free:
             return None
         least = min(free.values())

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from rollout.answer import EngineError
 from rollout.capabilities import Capabilities
 from rollout.client import EngineClient
-from rollout.load import Load, load_of, score
+from rollout.load import Load, load_of, scale
 from rollout.version import Version
 
 State = Literal["starting", "open", "shut", "quarantined", "gone"]
@@ -42,6 +42,7 @@ class EngineSlot:
         self.verified: Version | None = None
         self.capabilities: Capabilities | None = None  # None where nobody asked
         self.load: Load | None = None  # its last report
+        self._scale = scale(capacity, None, 0.0)
         self.open_requests = 0
         self.served_requests = 0
         self.preferring_requests = 0  # those that would have this engine, for what it holds of them
@@ -85,6 +86,7 @@ class EngineSlot:
         if self.load is not None and load.foreign and load.differs_from(self.load):
             self.heard()
         self.load = load
+        self._scale = scale(self.capacity, load, load.at_s)
         self._most_open = self.open_requests
 
     def load_age_s(self) -> float | None:
@@ -95,8 +97,10 @@ class EngineSlot:
         return self.state == "open" and self.open_requests < self.capacity
 
     def score(self, now_s: float) -> float:
-        """How loaded it is; see `rollout.load.score`."""
-        return score(self.open_requests, self.capacity, self.load, now_s)
+        """How loaded it is; see `rollout.load`."""
+        if now_s > self._scale.until_s:
+            self._scale = scale(self.capacity, self.load, now_s)
+        return self._scale.score(self.open_requests)
 
     @contextmanager
     def bounds(self, limit: asyncio.Timeout) -> Iterator[None]:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout.answer import EngineError
-from rollout.load import Load, load_of, score
+from rollout.load import Load, load_of, scale
 
 RANK = {
     "num_running_reqs": 6,
@@ -25,6 +25,10 @@ RANK = {
 def load(**changes) -> Load:
     fresh = Load(running=0, waiting=0, used_tokens=0, max_total_tokens=4096, max_running=8, kv_use=0.0, foreign=0, at_s=100.0, trust_s=3.0)
     return replace(fresh, **changes)
+
+
+def score(own: int, capacity: int, load: Load | None, now_s: float) -> float:
+    return scale(capacity, load, now_s).score(own)
 
 
 @given(
@@ -60,6 +64,14 @@ def test_a_report_fades_to_our_own_counts():
     assert by_age[0] == by_age[1] == 3.0, "believed whole at first"
     assert by_age[2] == pytest.approx((2 + 2) * 0.25)
     assert by_age[3] == by_age[4] == 2 / 8, "then our own requests over its slots, which do not change"
+
+
+def test_a_scale_says_until_when_it_is_good():
+    report = load(foreign=4)
+    for now_s in (100.0, 101.0, 103.0, 104.0, 106.0, 200.0):
+        made = scale(8, report, now_s)
+        later = min(made.until_s, 1000.0)
+        assert later >= now_s and scale(8, report, later).score(2) == made.score(2)
 
 
 def test_ranks_add_up_and_what_we_sent_is_not_others():

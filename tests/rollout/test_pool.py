@@ -329,6 +329,17 @@ async def test_requests_that_others_sent_to_an_engine_count_as_its_load(pool, ad
     await asyncio.gather(*tasks)
 
 
+async def test_a_report_that_gets_old_is_forgotten_little_by_little(pool, add, clock):
+    shared, ours = add("shared", capacity=16), add("ours", capacity=16)
+    shared.reported(says(running=8), 3.0)
+    ours.reported(says(), 3.0)
+    seen = []
+    for passed_s in (0.0, 3.0, 1.5, 1.5):
+        clock.now += passed_s
+        seen.append(shared.score(clock.now) * 16)
+    assert seen == [8, 8, 4, 0] and shared.load_age_s() == 6
+
+
 async def test_a_report_that_counts_requests_of_ours_which_have_ended_since_takes_none_of_them_for_others(pool, add):
     slot = add(capacity=8)
     hold = asyncio.Event()
