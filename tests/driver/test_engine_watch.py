@@ -69,7 +69,7 @@ class Lab:
     async def watching(self):
         task = asyncio.create_task(self.watch.run())
         yield
-        assert not task.done(), "nothing that an engine does ends it"
+        assert not task.done(), f"nothing that an engine does ends it, not even {task.exception()!r}"
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
