@@ -2,7 +2,7 @@
 
 Engines are asked in turn, each once an interval, so that many of them are no burst, and more slowly where there are very many. A question
 that fails leaves what was known, which grows old. An open engine that has said nothing to any of its requests for `stall_s` hangs, whatever
-its /health says (E14): no request may go there any more, its process is replaced, and its requests go on elsewhere from their last token.
+its /health says (E14): no request may go there any more, it is replaced, and its requests go on elsewhere from their last token.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ class EngineWatch:
         pool: EnginePool,
         *,
         interval_s: float,
-        stall_s: float,
+        stall_s: float | None,
         replace: Callable[[EngineSlot, str], Awaitable[None]],
     ) -> None:
+        """`stall_s` None: requests go through a router, and nobody knows whose silence it is when one gets no token."""
         self._core = core
         self._pool = pool
         self._interval_s = interval_s
@@ -63,6 +64,8 @@ class EngineWatch:
             self._asking.discard(slot)
 
     async def _look(self) -> None:
+        if self._stall_s is None:
+            return
         for slot in list(self._pool.slots.values()):
             silent_s = slot.silent_s()
             if slot.state == "open" and silent_s >= self._stall_s:
@@ -74,10 +77,10 @@ class EngineWatch:
             f"it hangs: no token and no answer in {silent_s:.1f} s while requests were open, {slot.open_requests} of them now "
             f"(rollout.stall_s is {self._stall_s:g})"
         )
-        log.warning("%s (incarnation %d): %s; it is replaced", slot.engine_id, slot.incarnation, reason)
+        log.warning("%s (incarnation %d): %s", slot.engine_id, slot.incarnation, reason)
         self._pool.quarantine(slot, reason)
         self._hung[slot.engine_id] = slot
-        self._core.waiting(f"engine {slot.engine_id}", f"{slot.engine_id} is being replaced: {reason}")
+        self._core.waiting(f"engine {slot.engine_id}", f"{slot.engine_id} is out of use: {reason}")
         await self._replace(slot, reason)
 
     def _returned(self) -> None:

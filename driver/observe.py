@@ -183,7 +183,7 @@ def why(run: Run) -> dict[str, Any]:
 
 
 def sentence(run: Run) -> str:
-    """Why the slower side waits, in one sentence: for the trainer also what it waits for in turn. And which engines are being replaced."""
+    """Why the slower side waits, in one sentence: for the trainer also what it waits for in turn. And which engines are out of use."""
     if run.failure:
         return f"The run has stopped: {run.failure}"
     if run.state in ("finished", "stopped"):

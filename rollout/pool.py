@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from rollout.capabilities import Capabilities
 from rollout.client import EngineClient
-from rollout.slot import NEXT_STATES, EngineSlot
+from rollout.slot import NEXT_STATES, EngineSlot, Stopwatch
 from rollout.version import Version
 
 # How much more loaded than the least loaded engine the preferred one may be, as a share of what it can run. A prefix that is there saves
@@ -63,7 +63,9 @@ class EnginePool:
 
     def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
         self.slots: dict[str, EngineSlot] = {}
+        self.absent: dict[str, str] = {}  # engines that belong to the run and cannot be used, with the reason
         self._monotonic = monotonic
+        self._some_shut = Stopwatch(monotonic)
         self._gone_busy_s = 0.0
         self._preferring = 0
         self._preferred = 0
@@ -85,22 +87,32 @@ class EnginePool:
         self.slots[engine_id] = slot
         return slot
 
+    def clock(self) -> float:
+        """Seconds that pass only while no gate is shut: the clock of requests whose engine somebody else chooses."""
+        return self._monotonic() - self._some_shut.elapsed_s()
+
+    def _look_at_gates(self) -> None:
+        self._some_shut.run(any(slot.state == "shut" for slot in self.slots.values()))
+
     def open(self, slot: EngineSlot, verified: Version) -> None:
         """Let requests in: the engine was seen to carry `verified`."""
-        if verified.incarnation != slot.incarnation:
-            raise ValueError(f"engine {slot.engine_id} is incarnation {slot.incarnation}, but {verified} was verified on another one")
+        if verified.incarnation != slot.life:
+            raise ValueError(f"engine {slot.engine_id} is life {slot.life}, but {verified} was verified on another one")
         slot._go("open", f"serves {verified}")
         slot.verified = verified
+        self._look_at_gates()
         self._hand_out()
 
     def shut(self, slot: EngineSlot, reason: str) -> None:
         """No new requests. Those that are open stay, and their clock stands still until the gate opens."""
         slot._go("shut", reason)
+        self._look_at_gates()
 
     def quarantine(self, slot: EngineSlot, reason: str) -> None:
         """Not to be trusted. The clock of its open requests runs again, so that they end and go elsewhere."""
         slot._go("quarantined", reason)
         slot.verified = None
+        self._look_at_gates()
 
     def gone(self, slot: EngineSlot, reason: str) -> None:
         """This life of the engine is over."""
@@ -108,6 +120,7 @@ class EnginePool:
         slot.verified = None
         if self.slots.get(slot.engine_id) is slot:
             del self.slots[slot.engine_id]
+            self._look_at_gates()
             self._gone_busy_s += slot.busy_s()
             self._hand_out()  # somebody may have waited for this engine's sake, avoiding another
 
@@ -194,12 +207,13 @@ class EnginePool:
 
     def why(self) -> str:
         """Why a request has to wait now, in words."""
+        absent = [f"{engine_id}: {reason}" for engine_id, reason in self.absent.items()]
         if not self.slots:
-            return "no engine is registered"
+            return "; ".join(["no engine is registered", *absent])
         open_slots = [slot for slot in self.slots.values() if slot.state == "open"]
         if open_slots:
             return f"{len(open_slots)} of {len(self.slots)} engines are open, with {sum(s.open_requests for s in open_slots)} requests"
-        return "no engine is open: " + "; ".join(f"{slot.engine_id} is {slot.state} ({slot.reason})" for slot in self.slots.values())
+        return "no engine is open: " + "; ".join([*(f"{s.engine_id} is {s.state} ({s.reason})" for s in self.slots.values()), *absent])
 
     def gauges(self) -> dict[str, float]:
         slots = list(self.slots.values())

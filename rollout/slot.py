@@ -36,6 +36,7 @@ class EngineSlot:
         self.engine_id = engine_id
         self.client = client
         self.incarnation = incarnation
+        self.life = incarnation  # the number in its version texts; a run counts the lives of all its engines
         self.capacity = capacity
         self.state: State = "starting"
         self.reason = "registered, not verified yet"

@@ -48,7 +48,7 @@ def test_E14_L2_an_engine_that_makes_no_token_is_found_by_that_alone_and_replace
         assert service.submit(ROWS.encode()).status_code == 201
         status = service.wait(lambda s: "engine engine-0" in s["why"], "the hung engine in /why")
         reason = status["why"]["engine engine-0"]["reason"]
-        assert "engine-0 is being replaced: it hangs: no token and no answer in" in reason
+        assert "engine-0 is out of use: it hangs: no token and no answer in" in reason
         assert f"rollout.stall_s is {STALL_S}" in reason and reason in service.run("/why")["sentence"]
         status = service.wait(lambda s: s["state"] == "finished", "the end")
         counted = status["trajectories"]

@@ -134,7 +134,7 @@ async def test_E14_an_engine_that_is_silent_for_stall_s_is_quarantined_replaced_
         assert lab.replaced == [("e0", slot.reason)] and slot.state == "quarantined"
         told = "it hangs: no token and no answer in 60.5 s while requests were open, 1 of them now (rollout.stall_s is 60)"
         assert slot.reason == told
-        assert lab.core.waits["engine e0"].reason == f"e0 is being replaced: {told}"
+        assert lab.core.waits["engine e0"].reason == f"e0 is out of use: {told}"
         assert lab.pool.why() == f"no engine is open: e0 is quarantined ({told})"
         await asyncio.sleep(0.05)
         assert len(lab.replaced) == 1

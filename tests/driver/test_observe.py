@@ -41,9 +41,9 @@ async def test_engines_show_our_requests_their_own_reports_with_their_age_and_ho
 
 
 def test_L1_the_sentence_names_an_engine_that_is_being_replaced_whoever_waits_for_it():
-    core = SimpleNamespace(waits={"engine engine-0": Wait("engine-0 is being replaced: it hangs", 0.0)})
+    core = SimpleNamespace(waits={"engine engine-0": Wait("engine-0 is out of use: it hangs", 0.0)})
     run = SimpleNamespace(core=core, failure=None, state="running")
-    assert "engine-0 is being replaced: it hangs" in sentence(run)
+    assert "engine-0 is out of use: it hangs" in sentence(run)
     core.waits["trainer"] = Wait("3 of 4 samples are ready", 0.0)
     core.waits["rollout"] = Wait("all rows were sent", 0.0)
-    assert sentence(run).endswith("s: 3 of 4 samples are ready; rollout: all rows were sent; engine-0 is being replaced: it hangs")
+    assert sentence(run).endswith("s: 3 of 4 samples are ready; rollout: all rows were sent; engine-0 is out of use: it hangs")
