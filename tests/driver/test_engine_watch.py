@@ -164,3 +164,13 @@ async def test_E14_the_last_request_that_gave_up_is_enough(lab):
             lab.now += STALL_S
         await until(lambda: lab.replaced)
     assert "0 of them now" in slot.reason
+
+
+async def test_E14_behind_a_router_no_engine_is_blamed_for_a_silence_that_may_be_anothers(lab):
+    lab.watch = EngineWatch(lab.core, lab.pool, interval_s=0.01, stall_s=None, replace=lab.replace)
+    engine = ScriptedEngine(running(1))
+    slot = lab.add("e0", engine)
+    async with lab.watching(), lab.pool.acquire(1.0, "test"):
+        lab.now += 100 * STALL_S
+        await until(lambda: engine.asked >= 3)
+    assert slot.state == "open" and lab.replaced == [] and slot.load is not None
