@@ -87,15 +87,17 @@ class Pusher:
         try:
             for attempt in (1, 2):
                 try:
-                    async with asyncio.timeout(self._deadline_s):
-                        release = release or await Release.of(slot)
-                        gap, skipped = await self._transaction(slot, snapshot, parcel, release, again=attempt > 1)
+                    async with asyncio.timeout(self._deadline_s) as limit:
+                        with slot.bounds(limit):
+                            release = release or await Release.of(slot)
+                            gap, skipped = await self._transaction(slot, snapshot, parcel, release, again=attempt > 1)
                     self.gap_max = max(gap, self.gap_max)
                     self.seconds = time.monotonic() - began
                     self._say_skipped(slot, skipped)
                     return Outcome(slot.engine_id, True, self.seconds, gap, skipped=skipped)
                 except (EngineError, PushRefused, TimeoutError) as error:
-                    reason = str(error) or f"not done within {self._deadline_s:.0f} s"
+                    left = f"it is gone: {slot.reason}" if slot.state == "gone" else f"not done within {self._deadline_s:.0f} s"
+                    reason = str(error) or left
                     log.warning("push of version %d to %s failed (attempt %d): %s", snapshot.version, slot.engine_id, attempt, reason)
                     if slot.state == "gone" or isinstance(error, MadeTokens):
                         break

@@ -217,8 +217,9 @@ class EngineClient:
         """Python's collector in the server skips what lives now. A push empties the cache, and SGLang then collects: 0.4 s, else 5 ms."""
         await self._call("POST", "/freeze_gc", None, CONTROL_S)
 
-    async def loads(self) -> dict[str, Any]:
-        return await self._read("/v1/loads")
+    async def loads(self) -> Any:
+        """Tried once: who asks does so again and again."""
+        return await self._call("GET", "/v1/loads?include=core", None, INFO_S)
 
     async def health(self) -> dict[str, Any]:
         """What /health says; a real SGLang server says nothing, which is an empty dict."""
@@ -257,7 +258,7 @@ class EngineClient:
 
     async def _call(self, method: str, path: str, body: Mapping[str, Any] | None, deadline_s: float) -> Any:
         content = None if body is None else orjson.dumps(body)
-        headers = self._headers if path in OPEN_TO_API_KEY else self._admin_headers
+        headers = self._headers if path.partition("?")[0] in OPEN_TO_API_KEY else self._admin_headers
         try:
             async with asyncio.timeout(deadline_s):
                 response = await self._http.request(method, self.url + path, content=content, headers=headers)

@@ -92,6 +92,31 @@ async def test_tokens_come_with_log_probs_streamed_or_not_and_are_the_models(ser
         assert np.allclose(sampled.log_probs, expected, atol=1e-4)
 
 
+async def test_it_reports_requests_of_others_and_what_it_can_run(server):
+    async with parts_of(server) as parts:
+        long = {"temperature": 1.0, "max_new_tokens": 200, "ignore_eos": True}
+        requests = [asyncio.create_task(parts.client.generate(PROMPT, long, f"load-{i}", stall_s=60)) for i in range(4)]
+        most = 0
+        async with asyncio.timeout(60):
+            while not all(request.done() for request in requests):
+                parts.slot.reported(await parts.client.loads(), 3.0)
+                assert parts.slot.load is not None
+                assert parts.slot.load.foreign == parts.slot.load.running + parts.slot.load.waiting, "none of them went through the pool"
+                assert (parts.slot.load.kv_use > 0) == (parts.slot.load.used_tokens > 0)
+                most = max(most, parts.slot.load.foreign)
+        assert most == 4 and parts.slot.load.max_running == 16 and parts.slot.load.max_total_tokens > 4 * 205
+        await asyncio.gather(*requests)
+
+
+async def test_siblings_on_one_engine_find_their_prompt_in_its_cache(server):
+    async with parts_of(server) as parts:
+        prompt = [11 + n % 40 for n in range(100)]
+        first, sibling = [
+            await parts.client.generate(prompt, {"temperature": 1.0, "max_new_tokens": 4}, f"cache-{i}", stall_s=60) for i in range(2)
+        ]
+        assert sibling.meta["cached_tokens"] >= 90 > first.meta["cached_tokens"]
+
+
 async def test_L3_a_push_through_shared_memory_is_verified_and_its_tokens_carry_its_label(server, store):
     async with parts_of(server) as parts:
         for version in (0, 1):

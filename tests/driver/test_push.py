@@ -165,6 +165,29 @@ async def test_E4_a_bucket_that_fails_twice_on_one_engine_does_not_hold_the_othe
     assert (slot.state, other.state, pool.serving_version) == ("quarantined", "open", 3) and len(replaced) == 1
 
 
+async def test_E16_a_push_waits_for_no_engine_that_left_in_the_middle_of_it_and_leaves_one_that_came_to_the_next(parts):
+    pool, engine, slot, replaced, pusher = parts
+    hangs = asyncio.Event()
+
+    async def never() -> None:
+        hangs.set()
+        await asyncio.sleep(3600)
+
+    engine.begin_update = never  # its connection does not break when it leaves
+    stays = pool.register("engine-1", ScriptedEngine(), 1, 4)  # type: ignore[arg-type]
+    push = asyncio.create_task(pusher.push_all(SNAPSHOT))
+    await hangs.wait()
+    came = pool.register("engine-2", ScriptedEngine(), 1, 4)  # type: ignore[arg-type]
+    pool.gone(slot, "scaled down")
+    async with asyncio.timeout(2.0):  # the push's own deadline is 5 s
+        outcomes = {outcome.engine_id: outcome for outcome in await push}
+    assert outcomes.keys() == {"engine-0", "engine-1"} and outcomes["engine-1"].verified
+    assert "it is gone: scaled down" in outcomes["engine-0"].reason and replaced == [], "there is nothing to replace"
+    assert (stays.state, came.state) == ("open", "starting")
+    (outcome,) = await pusher.push_all(SNAPSHOT)
+    assert (outcome.engine_id, outcome.verified, came.state) == ("engine-2", True, "open")
+
+
 async def test_E6_a_pause_that_never_returns_is_bounded(parts):
     pool, engine, slot, replaced, _ = parts
 
