@@ -1,4 +1,4 @@
-"""A Hugging Face checkpoint's files without torch: which tensors it holds, and a new one beside its other files.
+"""A Hugging Face checkpoint's files without torch: which tensors it holds, and what a new one begins with.
 
 safetensors: 8 bytes, the length of the header; the header, JSON, `{name: {dtype, shape, data_offsets}}`; the tensors' bytes.
 """
@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable
 from pathlib import Path
 
-import numpy as np
+from store import TensorForm
 
 TensorShapes = dict[str, tuple[int, ...]]
 DTYPE_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
@@ -28,19 +28,19 @@ def tensor_shapes(directory: Path) -> TensorShapes:
     return found
 
 
-def write_safetensors(path: Path, tensors: Mapping[str, np.ndarray], dtypes: Mapping[str, str]) -> None:
-    """`dtypes` by name; bfloat16 comes as uint16, of which the bytes are the same."""
+def safetensors_head(tensors: Iterable[tuple[str, TensorForm, int]]) -> tuple[bytes, dict[str, int]]:
+    """What such a file begins with, and where in it each tensor begins, for (name, form, size in bytes)."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    begins: dict[str, int] = {}
     end = 0
-    for name, tensor in tensors.items():
-        entries[name] = {"dtype": DTYPE_NAMES[dtypes[name]], "shape": tensor.shape, "data_offsets": (end, end + tensor.nbytes)}
-        end += tensor.nbytes
-    head = json.dumps(entries).encode()
-    head = head.ljust(-(-len(head) // 8) * 8)
-    with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(head)) + head)
-        for tensor in tensors.values():
-            file.write(np.ascontiguousarray(tensor).reshape(-1).view(np.uint8).data)
+    for name, form, size_bytes in tensors:
+        entries[name] = {"dtype": DTYPE_NAMES[form.dtype], "shape": form.shape, "data_offsets": (end, end + size_bytes)}
+        begins[name] = end
+        end += size_bytes
+    text = json.dumps(entries).encode()
+    text = text.ljust(-(-len(text) // 8) * 8)
+    head = struct.pack("<Q", len(text)) + text
+    return head, {name: len(head) + begin for name, begin in begins.items()}
 
 
 def link_beside(model_path: Path, directory: Path) -> None:

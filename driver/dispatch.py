@@ -30,11 +30,12 @@ from driver.ledger import DISCARDED, RUNNING, Sample, Trajectory
 from driver.push import Pusher
 from driver.routing import Routing
 from driver.scoring import ScoreFailed, Scoring
-from driver.watermark import Decision, Watermark
+from driver.watermark import Decision, KvRoom, Rate, Watermark, kv_room
 from reward.wire import Job
 from rollout.answer import EngineError, Generation, Prefix, joined
 from rollout.client import Clock, EngineClient
 from rollout.pool import EnginePool, Lease
+from rollout.slot import EngineSlot
 from rollout.tokens import TokenizerView
 from rollout.tree import Trajectory as Tree
 from rollout.tree import row_columns
@@ -90,7 +91,11 @@ class Dispatch:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._queue: deque[tuple[Sample, Trajectory]] = deque()  # registered, not yet sent
         self._rows: dict[int, DataRow] = {}  # of live samples
+        self._first: dict[int, EngineSlot] = {}  # of live samples: who took its first request, and holds the prompt
+        self._last: dict[str, EngineSlot] = {}  # of trajectories in flight: who took its last turn or part
+        self._request_tokens = Rate(weight=0.02)  # prompt and answer
         self.decision: Decision | None = None
+        self.kv_room: KvRoom | None = None  # what the decision took for kv_slots
         self.generating = 0
         self.tokens_sampled = 0
         self.tokens_resampled = 0
@@ -200,8 +205,13 @@ class Dispatch:
             return f"the engines serve version {ledger.serving_version}, too old for batch {ledger.next_batch} with bound {bound}"
         room = admissible(ledger.live_by_deadline, deadline, ledger.next_batch, config.batch.samples)
         reserved_bytes = ledger.counts.by_state[RUNNING] * config.sample_bytes // config.rollout.n
+        self.kv_room = kv_room(
+            ((slot.load, slot.capacity) for slot in self._pool.slots.values() if slot.state == "open"),
+            max_running=config.rollout.max_running_requests,
+            mean_tokens=self._request_tokens.value,
+        )
         self.decision = self._watermark.decide(
-            kv_slots=sum(min(config.rollout.max_running_requests, s.capacity) for s in self._pool.slots.values() if s.state == "open"),
+            kv_slots=self.kv_room.slots,
             in_flight=self.in_flight + self.queued,
             ready=ledger.counts.by_state["ready"],
             admissible_samples=room,
@@ -214,7 +224,8 @@ class Dispatch:
             if d.binding == "staleness":
                 batches = f"batches {ledger.next_batch} to {deadline}"
                 return f"staleness bound {config.staleness.bound}: {live} live samples are all that {batches} can take"
-            return f"watermark {d.watermark} reached with {self.in_flight + self.queued} in flight; {d.binding} binds"
+            which = f": {self.kv_room.bound}" if d.binding == "kv" else ""
+            return f"watermark {d.watermark} reached with {self.in_flight + self.queued} in flight; {d.binding} binds{which}"
         return None
 
     def _store_free_bytes(self, reserved_bytes: int) -> int:
@@ -250,6 +261,7 @@ class Dispatch:
         finally:
             generated()
             self.progress.pop(trajectory.traj_uid, None)
+            self._last.pop(trajectory.traj_uid, None)
             del self._tasks[trajectory.traj_uid]
             self.settle(sample)
             self._core.ring()
@@ -279,6 +291,7 @@ class Dispatch:
             )
         )
         self.tokens_sampled += sum(leaf.response_tokens for leaf in leaves)
+        self._request_tokens.observe(max(leaf.length for leaf in leaves))
 
     def _retry(self, trajectory: Trajectory, kind: str, reason: str) -> None:
         """Count one more try of this kind, or give the trajectory up when its budget is used."""
@@ -341,8 +354,10 @@ class Dispatch:
             try:
                 if self._routing is not None:
                     await self._routing.usable(ENGINE_WAIT_S)
-                async with self._pool.acquire(ENGINE_WAIT_S, f"trajectory {trajectory.traj_uid}", avoid=avoid) as lease:
+                asker, prefer = f"trajectory {trajectory.traj_uid}", self._prefers(trajectory)
+                async with self._pool.acquire(ENGINE_WAIT_S, asker, avoid=avoid, prefer=prefer) as lease:
                     slot, way = lease.slot, self._way(lease)
+                    self._took(trajectory, slot)
                     try:
                         answer = await way.client.generate(
                             [*prompt_ids, *kept.output_ids],
@@ -351,9 +366,12 @@ class Dispatch:
                             stall_s=config.stall_s,
                             clock=way.clock,
                             version=way.version,
-                            on_tokens=self._count(trajectory, len(kept.output_ids)),
+                            on_tokens=self._count(trajectory, len(kept.output_ids), slot),
                         )
+                        slot.heard()
                     except EngineError as error:
+                        if error.status is not None:  # a refusal is an answer
+                            slot.heard()
                         received = await self._pusher.trusted(way.sure(error.prefix))
                         kept = _extend(kept, received)
                         avoid = (slot.engine_id,)
@@ -379,10 +397,24 @@ class Dispatch:
         versions = frozenset(str(slot.verified) for slot in self._pool.slots.values() if slot.state == "open")
         return Way(self._routing.client.engine, self._pool.clock, None, versions)
 
-    def _count(self, trajectory: Trajectory, before: int) -> Callable[[list[int], list[float], str], None]:
+    def _prefers(self, trajectory: Trajectory) -> EngineSlot | None:
+        """The engine that holds its last turn or, at its first, its siblings' prompt. A router has an opinion of its own."""
+        if self._routing is not None:
+            return None
+        return self._last.get(trajectory.traj_uid) or self._first.get(trajectory.uid)
+
+    def _took(self, trajectory: Trajectory, slot: EngineSlot) -> None:
+        """Its next turn goes where this one went, and its siblings to where the first of them went, while that engine lives."""
+        self._last[trajectory.traj_uid] = slot
+        first = self._first.get(trajectory.uid)
+        if first is None or first.state == "gone":
+            self._first[trajectory.uid] = slot
+
+    def _count(self, trajectory: Trajectory, before: int, slot: EngineSlot) -> Callable[[list[int], list[float], str], None]:
         self.progress[trajectory.traj_uid] = before
 
         def on_tokens(ids: list[int], log_probs: list[float], version: str) -> None:
+            slot.heard()
             self.progress[trajectory.traj_uid] += len(ids)
 
         return on_tokens
@@ -435,6 +467,7 @@ class Dispatch:
         if sample.waiting:
             return
         self._rows.pop(sample.uid, None)
+        self._first.pop(sample.uid, None)
         ready = sample.in_state("ready")
         if sample.batch_id is None and ready and len(ready) < self._core.config.rollout.min_group:
             missing = next((t.reason for t in sample.trajectories if t.outcome == DISCARDED), "its siblings were discarded")

@@ -16,6 +16,7 @@ from driver.ledger import Trajectory, traj_uid_of
 
 if TYPE_CHECKING:
     from driver.run import Run
+    from rollout.slot import EngineSlot
 
 PAGE_ROWS = 100
 ALARM_SKIPPED_BATCHES = 5
@@ -130,6 +131,7 @@ def queues(run: Run) -> dict[str, Any]:
             "target": decision.watermark if decision else None,
             "binding": decision.binding if decision else None,
             "caps": vars(decision.caps) if decision else None,
+            "kv_bound": run.dispatch.kv_room.bound if run.dispatch.kv_room else None,
         },
         "oldest_open": None
         if oldest is None
@@ -154,11 +156,24 @@ def engines(run: Run) -> list[dict[str, Any]]:
             "open_requests": slot.open_requests,
             "capacity": slot.capacity,
             "served_requests": slot.served_requests,
+            "preferred_share": slot.preferred_requests / slot.preferring_requests if slot.preferring_requests else None,
+            "silent_s": round(slot.silent_s(), 3),
+            "load": _load(slot),
             "busy_s": round(slot.busy_s(), 3),
             "capabilities": None if slot.capabilities is None else asdict(slot.capabilities),
+            "push_skipped": list(run.pusher.skipped.get(slot.engine_id, ())),
         }
         for slot in run.pool.slots.values()
     ]
+
+
+def _load(slot: EngineSlot) -> dict[str, Any] | None:
+    """What the engine last said of itself, and how old that is; `foreign` are the requests that are not ours."""
+    load, age_s = slot.load, slot.load_age_s()
+    if load is None or age_s is None:
+        return None
+    reported = {"running": load.running, "waiting": load.waiting, "foreign": load.foreign, "kv_use": load.kv_use}
+    return reported | {"max_running": load.max_running, "max_total_tokens": load.max_total_tokens, "age_s": round(age_s, 3)}
 
 
 def why(run: Run) -> dict[str, Any]:
@@ -169,21 +184,20 @@ def why(run: Run) -> dict[str, Any]:
 
 
 def sentence(run: Run) -> str:
-    """Why the slower side waits, in one sentence: for the trainer also what it waits for in turn."""
+    """Why the slower side waits, in one sentence: for the trainer also what it waits for in turn. And which engines are out of use."""
     if run.failure:
         return f"The run has stopped: {run.failure}"
     if run.state in ("finished", "stopped"):
         return f"The run is {run.state}" + (f": {run.core.ledger.ended}." if run.core.ledger.ended else ".")
     now = time.monotonic()
     waits = run.core.waits
+    replaced = [waits[side].reason for side in waits if side.startswith("engine ")]
     side = next((side for side in ("trainer", "reward", "rollout") if side in waits), None)
     if side is None:
-        return "Nothing waits: engines and trainer are both at work."
-    because = ""
-    if side == "trainer":
-        upstream = next((s for s in ("reward", "rollout") if s in waits), None)
-        because = f"; {upstream}: {waits[upstream].reason}" if upstream else ""
-    return f"{side} idle {now - waits[side].since:.1f} s: {waits[side].reason}{because}"
+        return "; ".join(replaced) or "Nothing waits: engines and trainer are both at work."
+    upstream = next((s for s in ("reward", "rollout") if s in waits), None) if side == "trainer" else None
+    because = [f"{upstream}: {waits[upstream].reason}"] if upstream else []
+    return "; ".join([f"{side} idle {now - waits[side].since:.1f} s: {waits[side].reason}", *because, *replaced])
 
 
 def gauges(run: Run) -> dict[str, float]:

@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from driver.agreement import Agreements
+from driver.release import Release
 from driver.snapshot import MadeTokens, PushRefused, Snapshot
 from driver.transport import Parcel, StoreTransport, Transports
 from rollout.answer import EngineError, Prefix
@@ -38,6 +39,8 @@ class Outcome:
     seconds: float
     logprob_gap: float | None
     reason: str | None = None
+    skipped: tuple[str, ...] = ()
+    """Steps that had no effect or could not be checked, each a sentence."""
 
 
 class Pusher:
@@ -61,6 +64,7 @@ class Pusher:
         self._replace = replace
         self._verified: dict[str, None] = {}  # version texts, which name the engine too; the oldest first
         self._pushing: dict[str, tuple[str, asyncio.Future[None]]] = {}  # engine_id → the version text on its way there, its end
+        self.skipped: dict[str, tuple[str, ...]] = {}  # by engine_id, of its last push that was verified
         self.gap_max = 0.0
         self.seconds = 0.0
 
@@ -79,16 +83,21 @@ class Pusher:
         reason = "unknown"
         decided: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._pushing[slot.engine_id] = (str(snapshot.label(slot.life)), decided)
+        release: Release | None = None
         try:
             for attempt in (1, 2):
                 try:
-                    async with asyncio.timeout(self._deadline_s):
-                        gap = await self._transaction(slot, snapshot, parcel, again=attempt > 1)
+                    async with asyncio.timeout(self._deadline_s) as limit:
+                        with slot.bounds(limit):
+                            release = release or await Release.of(slot)
+                            gap, skipped = await self._transaction(slot, snapshot, parcel, release, again=attempt > 1)
                     self.gap_max = max(gap, self.gap_max)
                     self.seconds = time.monotonic() - began
-                    return Outcome(slot.engine_id, True, self.seconds, gap)
+                    self._say_skipped(slot, skipped)
+                    return Outcome(slot.engine_id, True, self.seconds, gap, skipped=skipped)
                 except (EngineError, PushRefused, TimeoutError) as error:
-                    reason = str(error) or f"not done within {self._deadline_s:.0f} s"
+                    left = f"it is gone: {slot.reason}" if slot.state == "gone" else f"not done within {self._deadline_s:.0f} s"
+                    reason = str(error) or left
                     log.warning("push of version %d to %s failed (attempt %d): %s", snapshot.version, slot.engine_id, attempt, reason)
                     if slot.state == "gone" or isinstance(error, MadeTokens):
                         break
@@ -141,7 +150,16 @@ class Pusher:
         spans = [(version, start, min(end, kept)) for version, start, end in answer.spans if start < kept]
         return Prefix(answer.output_ids[:kept], answer.log_probs[:kept], spans)
 
-    async def _transaction(self, slot: EngineSlot, snapshot: Snapshot, parcel: Parcel, *, again: bool) -> float:
+    def _say_skipped(self, slot: EngineSlot, skipped: tuple[str, ...]) -> None:
+        """In the log when it is news, not with each push."""
+        if skipped != self.skipped.get(slot.engine_id, ()):
+            log.warning("pushes to %s: %s", slot.engine_id, "; ".join(skipped) or "no step is skipped any more")
+        self.skipped[slot.engine_id] = skipped
+
+    async def _transaction(
+        self, slot: EngineSlot, snapshot: Snapshot, parcel: Parcel, release: Release, *, again: bool
+    ) -> tuple[float, tuple[str, ...]]:
+        """The largest difference of the fixed sequence's log-probs, and the steps that count as skipped."""
         client: EngineClient = slot.client
         label = snapshot.label(slot.life)
         agreement = self._agreements.of(slot.capabilities)
@@ -150,13 +168,13 @@ class Pusher:
         await client.pause("retract")
         if again or slot.verified is None:  # an update may be open: from the attempt before, or from the life of a driver before
             await self._end_if_open(client)
-        await client.release(["kv_cache"])
+        not_released = await release.do()
         if parcel.in_session:
             await client.begin_update()
         await parcel.send(slot)
         if parcel.in_session:
             await client.end_update()
-        sums = await client.checksums()
+        sums = await parcel.held(slot)
         agreement.check(snapshot, sums)
         await client.set_version(str(label))
         await client.resume(["kv_cache"])
@@ -173,7 +191,7 @@ class Pusher:
         if len(self._verified) > REMEMBERED_VERSIONS:
             del self._verified[next(iter(self._verified))]
         self._pool.open(slot, label)
-        return gap
+        return gap, () if not_released is None else (not_released,)
 
     @staticmethod
     async def _end_if_open(client: EngineClient) -> None:

@@ -23,6 +23,7 @@ from driver.archive import Archive, FinishedTrajectory, MetricsLog, read_metrics
 from driver.batcher import smallest_batch
 from driver.core import Core
 from driver.dispatch import Dispatch
+from driver.engine_watch import EngineWatch
 from driver.events import RowsLost, RunEnded, SampleDiscarded, TrajectoryRetried
 from driver.feed import Feed
 from driver.launcher import StartFailed
@@ -101,6 +102,13 @@ class Run:
             on_discarded=self._archive_discarded,
             routing=self.routing,
         )
+        self.engine_watch = EngineWatch(
+            self.core,
+            self.pool,
+            interval_s=config.rollout.loads_interval_s,
+            stall_s=config.rollout.stall_s if self.routing is None else None,
+            replace=lambda slot, reason: self.processes.replace(slot.engine_id, reason),
+        )
         self.training = Training(
             self.core,
             self.http,
@@ -149,6 +157,7 @@ class Run:
                 ("scoring", self.scoring.run()),
                 ("dispatch", self.dispatch.run()),
                 ("push", self.publisher.run()),
+                ("engine watch", self.engine_watch.run()),
                 ("tick", self._tick_loop()),
                 *([("routing", self.routing.run())] if self.routing is not None else []),
             )

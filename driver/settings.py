@@ -63,7 +63,10 @@ class RolloutConfig(_Section):
     max_open_requests: int = Field(256, ge=1, description="per engine: requests sent and not answered; bounds the engine's queue")
     deterministic: bool = Field(False, description="each request computed alone and seeded: the same run, bit for bit; slow")
     stream_interval: int = Field(16, ge=1, description="tokens per streamed chunk: with an engine at most this much is lost a request")
-    stall_s: float = Field(60.0, gt=0, description="a request without a new token for this long is lost and goes elsewhere")
+    stall_s: float = Field(
+        60.0, gt=0, description="a request without a new token for this long goes elsewhere; an engine that is silent so long is replaced"
+    )
+    loads_interval_s: float = Field(1.0, gt=0, le=60, description="each engine is asked this often how loaded it is, and seen to move")
     infrastructure_retries: int = Field(20, ge=0, description="a request lost to a dead engine is sent again this often")
     data_retries: int = Field(1, ge=0, description="a prompt or a score that fails by itself is tried again this often")
     engine_args: list[str] = Field([], description="further flags for the engine's command line")
@@ -238,7 +241,7 @@ class PushConfig(_Section):
     transport: Literal["auto", "store", "tensor", "disk"] = Field(
         "auto", description="store: the embedded engine reads the store; tensor: SGLang maps shared memory; disk: a checkpoint directory"
     )
-    bucket_bytes: int = Field(64 << 20, ge=1 << 10)
+    bucket_bytes: int = Field(64 << 20, ge=1 << 10, description="most bytes of weights in one object of the store; larger tensors are cut")
     deadline_s: float = Field(60.0, gt=0, description="one engine's whole push; later it is quarantined")
     logprob_tolerance: float | None = Field(
         None,

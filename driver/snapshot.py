@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from rollout.version import Version
+from store import Bundle, Damaged, Ref, StoreError, TensorForm
+from store.pieces import bundles
 
 
 @dataclass(frozen=True)
@@ -19,10 +22,21 @@ class Snapshot:
     checksums: dict[str, str]  # HF tensor name -> sha256 of its bytes
     canary_ids: tuple[int, ...]
     canary_log_probs: tuple[float, ...]
+    tensors: Mapping[str, TensorForm] = field(default_factory=dict)
+    """In the buckets' order. Of a tensor that was cut nothing else says the shape."""
 
     def label(self, life: int) -> Version:
         """What the engine is told to call these weights; a respawned engine no longer says it, and no other engine does."""
         return Version(self.run_id, self.epoch, self.version, life)
+
+    def bundles(self) -> list[Bundle]:
+        """Its buckets, those of a tensor that was cut together, for `store.pieces`. Blocks. Raises SnapshotGone, PushImpossible."""
+        try:
+            return bundles([Ref.from_wire(bucket) for bucket in self.buckets], self.tensors)
+        except Damaged as error:
+            raise PushImpossible(f"the snapshot of version {self.version} is not whole: {error}") from error
+        except StoreError as error:
+            raise SnapshotGone(f"the snapshot of version {self.version} can not be read: {error}") from error
 
 
 class PushRefused(RuntimeError):

@@ -28,7 +28,7 @@ from driver.core import Busy, Core
 from driver.events import BatchApplied, BatchAssembled, BatchUnmade, EpochBegan, VersionCommitted
 from driver.ledger import DISCARDED, TRAINED, Sample
 from driver.snapshot import Snapshot
-from store import Gone, Ref
+from store import Gone, Ref, TensorForm
 from trainer.checkpoints import newest
 from trainer.client import TrainerClient, TrainerLost, TrainerRefused
 from trainer.wire import MiniBatch, TrainReport, WireRef
@@ -261,6 +261,7 @@ class Training:
                 {name: facts.sha256 for name, facts in reply.tensors.items()},
                 tuple(reply.canary.input_ids),
                 tuple(reply.canary.log_probs),
+                {name: TensorForm(facts.dtype, tuple(facts.shape)) for name, facts in reply.tensors.items()},
             )
         )
 

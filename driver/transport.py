@@ -5,8 +5,8 @@
     disk     a checkpoint directory, which the engine reads                    any engine that sees RUN_DIR
 
 What can be made ready before a gate is shut is made ready before (`prepared`), once for all engines: the pause pays for none of it.
-SGLang passes over a name it does not know and dies of a shape that does not fit, so both are compared with the engine's own
-checkpoint before anything is sent.
+An engine passes over a name it does not know, and SGLang dies of a shape that does not fit, so both are compared with the engines' own
+checkpoint before anything is sent. SGLang takes whole tensors only: the parts of one that was cut are joined in its file.
 """
 
 from __future__ import annotations
@@ -17,14 +17,13 @@ import os
 import secrets
 import shutil
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
-import numpy as np
-
-from driver.checkpoint_files import TensorShapes, link_beside, tensor_shapes, write_safetensors
+from driver.checkpoint_files import TensorShapes, link_beside, safetensors_head, tensor_shapes
 from driver.settings import RunConfig
 from driver.snapshot import PushImpossible, Snapshot, SnapshotGone
 from rollout.answer import EngineError
@@ -32,9 +31,11 @@ from rollout.capabilities import Capabilities
 from rollout.client import EngineClient, ref_payload
 from rollout.pool import EngineSlot
 from rollout.sglang.payload import HEADER_BYTES, Placed, bucket_payload, header, place
-from store import Lease, Ref, StoreError, open_store
+from store import Bundle, StoreError
+from store.pieces import digests, write_whole
 
 SHARED_MEMORY = Path("/dev/shm")  # where torch looks for a name
+HASHING_THREADS = min(4, os.cpu_count() or 1)
 
 Name = Literal["store", "tensor", "disk"]
 
@@ -46,6 +47,10 @@ class Parcel(Protocol):
 
     async def send(self, slot: EngineSlot) -> None:
         """All of it to one engine. May be called again, after a failure and for each engine. Raises EngineError."""
+
+    async def held(self, slot: EngineSlot) -> dict[str, Any]:
+        """What the engine holds now, as /weights_checker says it: checksums, for `driver.agreement`. Raises EngineError."""
+        return await slot.client.checksums()
 
 
 class Transport(Protocol):
@@ -61,19 +66,38 @@ class Transport(Protocol):
 
 
 @dataclass(frozen=True)
-class StoreParcel:
+class StoreParcel(Parcel):
+    """`sums` are those of the bytes in the store, taken before the gate was shut; None where nobody took them."""
+
     buckets: tuple[Mapping[str, object], ...]
+    sums: Mapping[str, str] | None
     in_session = True
 
     async def send(self, slot: EngineSlot) -> None:
         for bucket in self.buckets:
             await slot.client.update_from_tensor(ref_payload(bucket))
 
+    async def held(self, slot: EngineSlot) -> dict[str, Any]:
+        """A weight that is byte for byte the store's has the store's sum: comparing takes a quarter of the time of a sha256."""
+        if self.sums is None:
+            return await slot.client.checksums()
+        equal = await slot.client.equal_to_stored(self.buckets)
+        return {"ranks": [{"checksums": {name: self.sums.get(name, "unknown") for name in equal}}]}
+
 
 class StoreTransport:
+    """`shapes` are those of the engines' checkpoint; None where nobody knows them."""
+
+    def __init__(self, shapes: TensorShapes | None = None) -> None:
+        self._shapes = shapes
+
     @asynccontextmanager
     async def prepared(self, snapshot: Snapshot) -> AsyncIterator[Parcel]:
-        yield StoreParcel(snapshot.buckets)
+        if self._shapes is None:
+            yield StoreParcel(snapshot.buckets, None)
+            return
+        bundles = await asyncio.to_thread(_checked, snapshot, self._shapes)
+        yield StoreParcel(snapshot.buckets, await asyncio.to_thread(_sums, bundles))
 
     def sweep(self) -> None:
         pass
@@ -89,8 +113,16 @@ class SharedBucket:
     length_bytes: int
 
 
+def _sums(bundles: list[Bundle]) -> dict[str, str]:
+    with ThreadPoolExecutor(HASHING_THREADS) as threads:
+        try:
+            return {name: digest for found in threads.map(digests, bundles) for name, digest in found.items()}
+        except StoreError as error:
+            raise SnapshotGone(f"the snapshot's buckets can not be read: {error}") from error
+
+
 @dataclass(frozen=True)
-class SharedParcel:
+class SharedParcel(Parcel):
     buckets: tuple[SharedBucket, ...]
     in_session = True
 
@@ -118,10 +150,9 @@ class SharedMemoryTransport:
     async def prepared(self, snapshot: Snapshot) -> AsyncIterator[Parcel]:
         buckets: list[SharedBucket] = []
         try:
-            _refuse_unless_same(self._shapes, await asyncio.to_thread(_shapes_of, snapshot))
-            for wire in snapshot.buckets:
+            for bundle in await asyncio.to_thread(_checked, snapshot, self._shapes):
                 path = SHARED_MEMORY / f"{self.prefix}@{snapshot.epoch}.{snapshot.version}.{len(buckets)}.{secrets.token_hex(4)}"
-                buckets.append(await asyncio.to_thread(_share, wire, path))
+                buckets.append(await asyncio.to_thread(_share, bundle, path))
             yield SharedParcel(tuple(buckets))
         finally:
             for bucket in buckets:
@@ -132,24 +163,24 @@ class SharedMemoryTransport:
             path.unlink(missing_ok=True)
 
 
-def _share(wire: Mapping[str, object], path: Path) -> SharedBucket:
-    """Copy one bucket of the store into a file that torch can map."""
-    with _opened(wire) as lease:
-        placed, length_bytes = place([(name, lease.dtypes[name], column.shape, column.nbytes) for name, column in lease.items()])
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            os.posix_fallocate(handle, 0, HEADER_BYTES + length_bytes)  # a full file system says so here, not by SIGBUS later
-            os.pwrite(handle, header(), 0)
-            for entry in placed:
-                _write_all(handle, _raw(lease[entry.name]), HEADER_BYTES + entry.start)
-        except OSError as error:
-            path.unlink()
-            raise PushImpossible(
-                f"a copy of the weights ({length_bytes:,} bytes) does not fit in {SHARED_MEMORY}: {error.strerror}; "
-                "enlarge it (Docker: --shm-size), or set push.transport: disk"
-            ) from error
-        finally:
-            os.close(handle)
+def _share(bundle: Bundle, path: Path) -> SharedBucket:
+    """Copy a bucket of the store, or those of one tensor, into a file that torch can map."""
+    placed, length_bytes = place([(name, form.dtype, form.shape, size_bytes) for name, form, size_bytes in bundle.tensors])
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        os.posix_fallocate(handle, 0, HEADER_BYTES + length_bytes)  # a full file system says so here, not by SIGBUS later
+        os.pwrite(handle, header(), 0)
+        write_whole(bundle, handle, {entry.name: HEADER_BYTES + entry.start for entry in placed})
+    except (OSError, StoreError) as error:
+        path.unlink()
+        if isinstance(error, StoreError):
+            raise SnapshotGone(f"the snapshot's buckets can not be read: {error}") from error
+        raise PushImpossible(
+            f"a copy of the weights ({length_bytes:,} bytes) does not fit in {SHARED_MEMORY}: {error.strerror}; "
+            "enlarge it (Docker: --shm-size), or set push.transport: disk"
+        ) from error
+    finally:
+        os.close(handle)
     return SharedBucket(path, tuple(placed), length_bytes)
 
 
@@ -157,7 +188,7 @@ def _share(wire: Mapping[str, object], path: Path) -> SharedBucket:
 
 
 @dataclass(frozen=True)
-class DiskParcel:
+class DiskParcel(Parcel):
     directory: Path
     in_session = False
 
@@ -177,20 +208,24 @@ class DiskTransport:
     async def prepared(self, snapshot: Snapshot) -> AsyncIterator[Parcel]:
         directory = self._directory / f"{snapshot.epoch}-{snapshot.version}"
         try:
-            _refuse_unless_same(self._shapes, await asyncio.to_thread(_shapes_of, snapshot))
-            await asyncio.to_thread(self._write, snapshot, directory)
+            bundles = await asyncio.to_thread(_checked, snapshot, self._shapes)
+            await asyncio.to_thread(self._write, bundles, directory)
             yield DiskParcel(directory)
         finally:
             await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
 
-    def _write(self, snapshot: Snapshot, directory: Path) -> None:
+    def _write(self, bundles: list[Bundle], directory: Path) -> None:
         try:
             shutil.rmtree(directory, ignore_errors=True)
             directory.mkdir(parents=True)
             link_beside(self._model_path, directory)
-            for number, wire in enumerate(snapshot.buckets):
-                with _opened(wire) as lease:
-                    write_safetensors(directory / f"bucket-{number:05d}.safetensors", lease, lease.dtypes)
+            for number, bundle in enumerate(bundles):
+                head, offsets = safetensors_head(bundle.tensors)
+                with (directory / f"bucket-{number:05d}.safetensors").open("wb", buffering=0) as file:
+                    file.write(head)
+                    write_whole(bundle, file.fileno(), offsets)
+        except StoreError as error:
+            raise SnapshotGone(f"the snapshot's buckets can not be read: {error}") from error
         except OSError as error:
             raise PushImpossible(f"the weights can not be written to {directory}: {error.strerror}; make room there") from error
 
@@ -213,7 +248,7 @@ class Transports:
     def of(cls, config: RunConfig) -> Transports:
         path = config.model.path
         makers: dict[Name, Callable[[], Transport]] = {
-            "store": StoreTransport,
+            "store": lambda: StoreTransport(tensor_shapes(path)),
             "tensor": lambda: SharedMemoryTransport(config.store_directory, tensor_shapes(path)),
             "disk": lambda: DiskTransport(config.directory / "push", path, tensor_shapes(path)),
         }
@@ -253,20 +288,11 @@ class Transports:
             self.get(name).sweep()
 
 
-def _opened(wire: Mapping[str, object]) -> Lease:
-    ref = Ref.from_wire(dict(wire))
-    try:
-        return open_store(ref.location).open(ref)
-    except StoreError as error:
-        raise SnapshotGone(f"the snapshot's bucket {ref.key} can not be read: {error}") from error
-
-
-def _shapes_of(snapshot: Snapshot) -> TensorShapes:
-    found: TensorShapes = {}
-    for wire in snapshot.buckets:
-        with _opened(wire) as lease:
-            found |= {name: column.shape for name, column in lease.items()}
-    return found
+def _checked(snapshot: Snapshot, expected: TensorShapes) -> list[Bundle]:
+    """Its buckets, if they hold the tensors of the engines' checkpoint. Raises SnapshotGone, PushImpossible."""
+    bundles = snapshot.bundles()
+    _refuse_unless_same(expected, {name: form.shape for bundle in bundles for name, form, _ in bundle.tensors})
+    return bundles
 
 
 def _refuse_unless_same(expected: TensorShapes, found: TensorShapes) -> None:
@@ -279,13 +305,3 @@ def _refuse_unless_same(expected: TensorShapes, found: TensorShapes) -> None:
     if wrong:
         name = wrong[0]
         raise PushImpossible(f"{name} is {list(found[name])} in the snapshot and {list(expected[name])} in the engines' checkpoint")
-
-
-def _raw(column: np.ndarray) -> memoryview:
-    return np.ascontiguousarray(column).reshape(-1).view(np.uint8).data
-
-
-def _write_all(handle: int, data: memoryview, offset: int) -> None:
-    while data:
-        written = os.pwrite(handle, data, offset)
-        data, offset = data[written:], offset + written

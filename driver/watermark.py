@@ -7,7 +7,11 @@ siblings and continuations always go, so a started sample is never starved by it
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+
+from rollout.load import Load
 
 
 @dataclass(frozen=True)
@@ -25,6 +29,44 @@ class Decision:
     watermark: int
     binding: str
     caps: Caps
+
+
+@dataclass(frozen=True)
+class KvRoom:
+    """How many requests the open engines run at once, and what sets that number, in words."""
+
+    slots: int
+    bound: str
+
+
+def kv_room(engines: Iterable[tuple[Load | None, int]], *, max_running: int, mean_tokens: float | None) -> KvRoom:
+    """Of the open engines, each with its last report or None, and how many requests it is sent at most.
+
+    An engine runs as many requests as it says it can, or as its KV memory holds at the mean length of a request so far; before it has
+    reported, the `max_running` that was configured.
+    """
+    slots: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
+    for load, max_open in engines:
+        at_once, bound = _at_once(load, max_open, max_running, mean_tokens)
+        slots[bound] += at_once
+        counts[bound] += 1
+    words = ", ".join(
+        f"{slots[bound]} requests at once on {count} {'engine' if count == 1 else 'engines'} by {bound}" for bound, count in counts.items()
+    )
+    return KvRoom(slots.total(), words or "no engine is open")
+
+
+def _at_once(load: Load | None, max_open: int, max_running: int, mean_tokens: float | None) -> tuple[int, str]:
+    """Of one engine: the number, and what sets it."""
+    if load is None:
+        at_once, bound = max_running, "rollout.max_running_requests"
+    else:
+        at_once, bound = load.max_running, "the engine's own limit"
+        if mean_tokens and load.max_total_tokens < at_once * mean_tokens:
+            at_once = max(1, int(load.max_total_tokens / mean_tokens))
+            bound = f"KV memory of {load.max_total_tokens} tokens at a mean of {mean_tokens:.0f}"
+    return (at_once, bound) if at_once <= max_open else (max_open, "rollout.max_open_requests")
 
 
 @dataclass
@@ -59,7 +101,7 @@ class Watermark:
     ) -> Decision:
         """The target now.
 
-        kv_cap: what the engines can decode at once, and a little queue so that none idles.
+        kv_cap: what the engines can decode at once (`kv_room`), and a little queue so that none idles.
         staleness_cap: what is in flight plus what A4 still lets in.
         demand_cap: Little's law, rate the trainer eats at times the time in flight, plus two batches less what lies ready: ready
         piling up lowers it, a waiting trainer (ready = 0) raises it.

@@ -8,7 +8,7 @@ before a failure travels on the EngineError, so nothing that was sampled is lost
 import asyncio
 import base64
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -228,9 +228,12 @@ class EngineClient:
         reply = await self._call("GET", "/model_info", None, deadline_s)
         return reply.get("weight_version") if isinstance(reply, dict) else None
 
+    async def server_info(self) -> dict[str, Any]:
+        return await self._read("/server_info")
+
     async def capabilities(self) -> Capabilities:
         """EngineError `configuration` for a server that a run cannot use."""
-        found = capabilities_of(await self._read("/server_info"), await self.model_info())
+        found = capabilities_of(await self.server_info(), await self.model_info())
         found.demand_usable(self.url)
         return found
 
@@ -238,8 +241,9 @@ class EngineClient:
         """Python's collector in the server skips what lives now. A push empties the cache, and SGLang then collects: 0.4 s, else 5 ms."""
         await self._call("POST", "/freeze_gc", None, CONTROL_S)
 
-    async def loads(self) -> dict[str, Any]:
-        return await self._read("/v1/loads")
+    async def loads(self) -> Any:
+        """Tried once: who asks does so again and again."""
+        return await self._call("GET", "/v1/loads?include=core", None, INFO_S)
 
     async def health(self) -> dict[str, Any]:
         """What /health says; a real SGLang server says nothing, which is an empty dict."""
@@ -248,6 +252,14 @@ class EngineClient:
     async def checksums(self) -> dict[str, Any]:
         """`per_engine_checksum` and, for each rank, the checksums by tensor name."""
         return await self._again("POST", "/weights_checker", {"action": "checksum"}, WEIGHTS_S)
+
+    async def equal_to_stored(self, refs: Iterable[Mapping[str, Any]]) -> list[str]:
+        """Names of the weights that are, byte for byte, what lies in these buckets of the store. The embedded engine's alone."""
+        body = {"action": "headrace_store", "serialized_buckets": [entry for ref in refs for entry in ref_payload(ref)]}
+        equal = (await self._again("POST", "/weights_checker", body, WEIGHTS_S)).get("equal")
+        if not isinstance(equal, list):
+            raise malformed("the engine does not say which weights are those of the store")
+        return equal
 
     async def _read(self, path: str) -> dict[str, Any]:
         return await self._again("GET", path, None, INFO_S)
@@ -270,7 +282,7 @@ class EngineClient:
 
     async def _call(self, method: str, path: str, body: Mapping[str, Any] | None, deadline_s: float) -> Any:
         content = None if body is None else orjson.dumps(body)
-        headers = self._headers if path in OPEN_TO_API_KEY else self._admin_headers
+        headers = self._headers if path.partition("?")[0] in OPEN_TO_API_KEY else self._admin_headers
         try:
             async with asyncio.timeout(deadline_s):
                 response = await self._http.request(method, self.url + path, content=content, headers=headers)

@@ -1,6 +1,7 @@
 """Which engine gets the next request.
 
-Each engine is a slot with a gate. Requests are given to open slots only, to the least loaded, never more than its capacity at once.
+Each engine is a slot with a gate. Requests are given to open slots only, never more than a slot's capacity at once: to the least loaded by
+its score, or to the one that holds a request's prefix, if that is little more loaded and has room. Nobody waits for a preference.
 A caller that must wait has a future of its own; whoever makes room (a request that ends, a gate that opens) takes room and hands it
 to the longest waiting caller before anything else runs, so no wake-up can be lost and no one is polled. A slot belongs to one
 incarnation of an engine: a respawned engine gets a new slot, and what the old one still says can be told by its lease.
@@ -16,76 +17,15 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Literal
 
-from rollout.answer import EngineError
 from rollout.capabilities import Capabilities
 from rollout.client import EngineClient
+from rollout.slot import NEXT_STATES, EngineSlot, Stopwatch
 from rollout.version import Version
 
-State = Literal["starting", "open", "shut", "quarantined", "gone"]
-
-NEXT_STATES: dict[State, tuple[State, ...]] = {
-    "starting": ("open", "shut", "quarantined", "gone"),
-    "open": ("shut", "quarantined", "gone"),
-    "shut": ("open", "quarantined", "gone"),
-    "quarantined": ("shut", "gone"),
-    "gone": (),
-}
-
-
-class EngineSlot:
-    """One life of one engine. Only the pool writes to it."""
-
-    def __init__(self, engine_id: str, client: EngineClient, incarnation: int, capacity: int, monotonic: Callable[[], float]) -> None:
-        self.engine_id = engine_id
-        self.client = client
-        self.incarnation = incarnation
-        self.life = incarnation  # the number in its version texts; a run counts the lives of all its engines
-        self.capacity = capacity
-        self.state: State = "starting"
-        self.reason = "registered, not verified yet"
-        self.verified: Version | None = None
-        self.capabilities: Capabilities | None = None  # None where nobody asked
-        self.open_requests = 0
-        self.served_requests = 0
-        self._monotonic = monotonic
-        self._busy = Stopwatch(monotonic)
-        self._shut = Stopwatch(monotonic)
-
-    @property
-    def url(self) -> str:
-        return self.client.url
-
-    def clock(self) -> float:
-        """Seconds that pass only while the gate is not shut: what a request's progress is measured by."""
-        return self._monotonic() - self._shut.elapsed_s()
-
-    def busy_s(self) -> float:
-        """For how long, in all, at least one request was open."""
-        return self._busy.elapsed_s()
-
-    def has_room(self) -> bool:
-        return self.state == "open" and self.open_requests < self.capacity
-
-    def _take(self) -> None:
-        self.open_requests += 1
-        self.served_requests += 1
-        self._busy.run(True)
-
-    def _give_back(self) -> None:
-        self.open_requests -= 1
-        self._busy.run(self.open_requests > 0)
-
-    def _go(self, state: State, reason: str) -> None:
-        if self.state == "gone":
-            # An engine may die at any moment: whoever works on it must be ready for that, as for any lost connection.
-            raise EngineError("infrastructure", f"engine {self.engine_id}, incarnation {self.incarnation}, is gone: {self.reason}")
-        if state not in NEXT_STATES[self.state]:
-            raise ValueError(f"engine {self.engine_id} cannot go from {self.state} ({self.reason}) to {state} ({reason})")
-        self.state = state
-        self.reason = reason
-        self._shut.run(state == "shut")
+# How much more loaded than the least loaded engine the preferred one may be, as a share of what it can run. A prefix that is there saves
+# its prefill once; every token of the answer pays for a longer batch. At an eighth both are small, and n siblings of one sample fit.
+PREFERENCE = 0.125
 
 
 @dataclass(frozen=True)
@@ -113,8 +53,9 @@ class Waiter:
 
     future: "asyncio.Future[EngineSlot]"
 
-    def __init__(self, avoid: Collection[str]) -> None:
+    def __init__(self, avoid: Collection[str], prefer: EngineSlot | None) -> None:
         self.avoid = avoid
+        self.prefer = prefer
 
 
 class EnginePool:
@@ -126,10 +67,18 @@ class EnginePool:
         self._monotonic = monotonic
         self._some_shut = Stopwatch(monotonic)
         self._gone_busy_s = 0.0
+        self._preferring = 0
+        self._preferred = 0
         self._waiters: OrderedDict[Waiter, None] = OrderedDict()
 
     def register(
-        self, engine_id: str, client: EngineClient, incarnation: int, capacity: int, capabilities: Capabilities | None = None
+        self,
+        engine_id: str,
+        client: EngineClient,
+        incarnation: int,
+        capacity: int,
+        capabilities: Capabilities | None = None,
+        pid: int | None = None,
     ) -> EngineSlot:
         """A new engine, or a new life of one. It gets no requests until `open`; the slot of its life before is gone."""
         old = self.slots.get(engine_id)
@@ -141,6 +90,7 @@ class EnginePool:
             raise ValueError(f"engine {engine_id}: capacity must be at least 1 request, not {capacity}")
         slot = EngineSlot(engine_id, client, incarnation, capacity, self._monotonic)
         slot.capabilities = capabilities
+        slot.pid = pid
         self.slots[engine_id] = slot
         return slot
 
@@ -182,22 +132,21 @@ class EnginePool:
             self._hand_out()  # somebody may have waited for this engine's sake, avoiding another
 
     @asynccontextmanager
-    async def acquire(self, deadline_s: float, reason: str, *, avoid: Collection[str] = ()) -> AsyncIterator[Lease]:
+    async def acquire(
+        self, deadline_s: float, reason: str, *, avoid: Collection[str] = (), prefer: EngineSlot | None = None
+    ) -> AsyncIterator[Lease]:
         """Wait for room on the least loaded open engine; TimeoutError after `deadline_s`, saying what was in the way.
 
-        `avoid` names engines that just failed this request: they get it only when no other engine is open.
+        `avoid` names engines that just failed this request: they get it only when no other engine is open. `prefer` is the life of an
+        engine that holds a prefix of it: it is taken when it is open, has room, is not avoided and little more loaded than the best.
         """
-        slot = await self._wait(deadline_s, reason, avoid)
+        slot = await self._wait(deadline_s, reason, Waiter(avoid, prefer))
         try:
             yield Lease(slot, self)
         finally:
             self._return(slot)
 
-    async def _wait(self, deadline_s: float, reason: str, avoid: Collection[str]) -> EngineSlot:
-        if not self._waiters and (free := self._best(avoid)) is not None:
-            free._take()
-            return free
-        waiter = Waiter(avoid)
+    async def _wait(self, deadline_s: float, reason: str, waiter: Waiter) -> EngineSlot:
         try:
             async with asyncio.timeout(deadline_s):
                 slot = await self._next_slot(waiter)
@@ -229,9 +178,14 @@ class EnginePool:
     def _hand_out(self) -> None:
         """Give all the room there is to those who wait, oldest first. Room is taken here, before the caller runs."""
         for waiter in list(self._waiters) if self._waiters and self._has_room() else ():
-            slot = self._best(waiter.avoid)
+            slot = self._best(waiter.avoid, waiter.prefer)
             if slot is not None:
                 slot._take()
+                if waiter.prefer is not None:
+                    waiter.prefer.preferring_requests += 1
+                    waiter.prefer.preferred_requests += slot is waiter.prefer
+                    self._preferring += 1
+                    self._preferred += slot is waiter.prefer
                 waiter.future.set_result(slot)
                 del self._waiters[waiter]
                 if not self._has_room():
@@ -240,11 +194,18 @@ class EnginePool:
     def _has_room(self) -> bool:
         return any(slot.has_room() for slot in self.slots.values())
 
-    def _best(self, avoid: Collection[str]) -> EngineSlot | None:
-        open_slots = [slot for slot in self.slots.values() if slot.state == "open"]
-        wanted = [slot for slot in open_slots if slot.engine_id not in avoid] or open_slots
-        free = [slot for slot in wanted if slot.has_room()]
-        return min(free, key=lambda slot: (slot.open_requests / slot.capacity, slot.served_requests), default=None)
+    def _best(self, avoid: Collection[str], prefer: EngineSlot | None) -> EngineSlot | None:
+        wanted = [slot for slot in self.slots.values() if slot.state == "open"]
+        if avoid:
+            wanted = [slot for slot in wanted if slot.engine_id not in avoid] or wanted
+        now_s = self._monotonic()
+        free = {slot: slot.score(now_s) for slot in wanted if slot.open_requests < slot.capacity}
+        if not free:
+            return None
+        least = min(free.values())
+        if prefer is not None and prefer in free and free[prefer] <= least + PREFERENCE:
+            return prefer
+        return min((slot for slot in free if free[slot] == least), key=lambda slot: (slot.open_requests, slot.served_requests))
 
     @property
     def serving_version(self) -> int | None:
@@ -269,24 +230,7 @@ class EnginePool:
         return states | {
             "headrace_rollout_requests_open_count": float(sum(slot.open_requests for slot in slots)),
             "headrace_rollout_requests_waiting_count": float(len(self._waiters)),
+            "headrace_rollout_requests_preferring_total": float(self._preferring),
+            "headrace_rollout_requests_preferred_total": float(self._preferred),
             "headrace_rollout_busy_s": self._gone_busy_s + sum(slot.busy_s() for slot in slots),
         }
-
-
-class Stopwatch:
-    """Adds up the time during which it was told to run."""
-
-    def __init__(self, monotonic: Callable[[], float]) -> None:
-        self._monotonic = monotonic
-        self._total_s = 0.0
-        self._since_s: float | None = None
-
-    def run(self, on: bool) -> None:
-        if on and self._since_s is None:
-            self._since_s = self._monotonic()
-        elif not on and self._since_s is not None:
-            self._total_s += self._monotonic() - self._since_s
-            self._since_s = None
-
-    def elapsed_s(self) -> float:
-        return self._total_s + (0.0 if self._since_s is None else self._monotonic() - self._since_s)

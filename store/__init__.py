@@ -6,8 +6,10 @@ Embedded, the bytes lie in files under /dev/shm. The interface is that of `store
 from store.base import Column, Damaged, Exists, Full, Gone, Lease, Ref, Store, StoreError, StoreStats, Unavailable, Value
 from store.embedded import EmbeddedStore, default_root, open_store
 from store.format import occupied_bytes
+from store.pieces import Bundle, Piece, TensorForm
 
 __all__ = [
+    "Bundle",
     "Column",
     "Damaged",
     "EmbeddedStore",
@@ -15,10 +17,12 @@ __all__ = [
     "Full",
     "Gone",
     "Lease",
+    "Piece",
     "Ref",
     "Store",
     "StoreError",
     "StoreStats",
+    "TensorForm",
     "Unavailable",
     "Value",
     "default_root",

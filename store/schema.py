@@ -69,7 +69,7 @@ FIELDS: tuple[FieldSpec, ...] = (
         ("rollout.engine",),
         "driver",
         "when a newer version is verified",
-        "one tensor of the policy under its Hugging Face name",
+        "one tensor of the policy under its Hugging Face name, or a part of it: NAME@START, flat",
     ),
 )
 HOPS: tuple[str, ...] = tuple(dict.fromkeys(field.hop for field in FIELDS))

@@ -22,7 +22,8 @@ from driver.life import CHILD, free_port
 from driver.snapshot import Snapshot
 from rollout.sglang import launch
 from rollout.sglang.spec import SglangSpec, located
-from store import EmbeddedStore
+from store import EmbeddedStore, TensorForm
+from store.pieces import cut
 
 BASE = Path(__file__).parents[1] / "examples/sort_digits/base"
 CONTEXT = 256
@@ -85,13 +86,18 @@ class Weights:
             logits = model(torch.tensor([list(ids)])).logits[0] / temperature
         return logits.log_softmax(-1)[:-1].gather(1, torch.tensor(list(ids))[1:, None])[:, 0].tolist()
 
-    def snapshot(self, store: EmbeddedStore, buckets: int = 3) -> Snapshot:
-        """As the trainer makes one."""
+    def snapshot(self, store: EmbeddedStore, buckets: int = 3, cut_bytes: int | None = None) -> Snapshot:
+        """As the trainer makes one. With `cut_bytes` every tensor has buckets of its own, each of at most so many bytes."""
         names = list(self.tensors)
         refs = []
+        if cut_bytes is not None:
+            parts = [part for name in names for part in cut(name, self.tensors[name], cut_bytes)]
+            refs = [store.put(f"t/weights/0/{self.version}/{i}", dict([part])).to_wire() for i, part in enumerate(parts)]
+            buckets = 0
         for number in range(buckets):
             columns = {name: self.tensors[name] for name in names[number::buckets]}
             refs.append(store.put(f"t/weights/0/{self.version}/{number}", columns).to_wire())
         sums = {name: hashlib.sha256(tensor.tobytes()).hexdigest() for name, tensor in self.tensors.items()}
         canary = tuple((7 + 37 * i) % 259 for i in range(32))
-        return Snapshot("t", 0, self.version, tuple(refs), sums, canary, tuple(self.log_probs(canary)))
+        forms = {name: TensorForm(tensor.dtype.name, tensor.shape) for name, tensor in self.tensors.items()}
+        return Snapshot("t", 0, self.version, tuple(refs), sums, canary, tuple(self.log_probs(canary)), forms)

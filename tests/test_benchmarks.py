@@ -10,7 +10,9 @@ import pytest
 
 from benchmarks import client
 from benchmarks.overlap import CONFIG, settings_of
+from benchmarks.push import Model, Shape
 from benchmarks.trainer import BUDGET_TOKENS, Rows, planned, trace_rows
+from driver.checkpoint_files import tensor_shapes
 from driver.config import load_config
 from store import EmbeddedStore
 
@@ -21,7 +23,7 @@ def test_the_configuration_of_the_overlap_benchmark_is_accepted(tmp_path, bound)
     assert config.staleness.bound == bound and config.stop.batches == 40
 
 
-@pytest.mark.parametrize("name", ["client", "overlap", "recovery", "start", "trainer"])
+@pytest.mark.parametrize("name", ["client", "overlap", "push", "recovery", "start", "trainer"])
 def test_every_benchmark_knows_quick_and_json(name):
     root = Path(__file__).parents[1]
     env = {**os.environ, "PYTHONPATH": str(root)}
@@ -38,6 +40,22 @@ def test_both_clients_of_the_client_benchmark_make_the_same_trajectories(monkeyp
         for name in client.CLIENTS:
             found = asyncio.run(client.measure(name, running[4], 4, 12))
             assert found.per_s > 0 and found.client_us > 0
+
+
+def test_the_model_that_is_pushed_is_a_checkpoint_and_two_snapshots_of_it_with_a_tensor_that_is_cut(tmp_path):
+    shape = Shape(hidden=128, intermediate=64, layers=1, vocab=300, bucket_bytes=80_000)
+    model = Model(shape, tmp_path / "model", EmbeddedStore(tmp_path / "store", 8 << 20))
+    first, second = model.snapshots
+    for snapshot in (first, second):
+        bundles = snapshot.bundles()
+        assert (
+            {name: form.shape for bundle in bundles for name, form, _ in bundle.tensors}
+            == tensor_shapes(model.path)
+            == dict(shape.tensors())
+        )
+        assert next(len(bundle.refs) for bundle in bundles) == 2
+    assert first.canary_log_probs != second.canary_log_probs and first.checksums != second.checksums
+    assert model.size_bytes == sum(size_bytes for bundle in first.bundles() for _, _, size_bytes in bundle.tensors)
 
 
 def test_padded_rows_are_the_packed_ones_with_masked_tokens_up_to_the_longest_of_their_micro_batch(tmp_path):

@@ -16,7 +16,7 @@ import pytest
 from driver.agreement import Agreements
 from driver.checkpoint_files import tensor_shapes
 from driver.push import Pusher
-from driver.snapshot import Snapshot
+from driver.snapshot import PushImpossible, Snapshot
 from driver.transport import DiskTransport, Parcel, SharedMemoryTransport, Transport, Transports
 from rollout.capabilities import capabilities_of
 from rollout.client import EngineClient, make_http
@@ -90,6 +90,31 @@ async def test_tokens_come_with_log_probs_streamed_or_not_and_are_the_models(ser
         sampled = await parts.client.generate(PROMPT, {"temperature": 0.7, "max_new_tokens": 12}, "sampled", stall_s=60)
         expected = Weights(0).log_probs([*PROMPT, *sampled.output_ids], 0.7)[len(PROMPT) - 1 :]
         assert np.allclose(sampled.log_probs, expected, atol=1e-4)
+
+
+async def test_it_reports_requests_of_others_and_what_it_can_run(server):
+    async with parts_of(server) as parts:
+        long = {"temperature": 1.0, "max_new_tokens": 200, "ignore_eos": True}
+        requests = [asyncio.create_task(parts.client.generate(PROMPT, long, f"load-{i}", stall_s=60)) for i in range(4)]
+        most = 0
+        async with asyncio.timeout(60):
+            while not all(request.done() for request in requests):
+                parts.slot.reported(await parts.client.loads(), 3.0)
+                assert parts.slot.load is not None
+                assert parts.slot.load.foreign == parts.slot.load.running + parts.slot.load.waiting, "none of them went through the pool"
+                assert (parts.slot.load.kv_use > 0) == (parts.slot.load.used_tokens > 0)
+                most = max(most, parts.slot.load.foreign)
+        assert most == 4 and parts.slot.load.max_running == 16 and parts.slot.load.max_total_tokens > 4 * 205
+        await asyncio.gather(*requests)
+
+
+async def test_siblings_on_one_engine_find_their_prompt_in_its_cache(server):
+    async with parts_of(server) as parts:
+        prompt = [11 + n % 40 for n in range(100)]
+        first, sibling = [
+            await parts.client.generate(prompt, {"temperature": 1.0, "max_new_tokens": 4}, f"cache-{i}", stall_s=60) for i in range(2)
+        ]
+        assert sibling.meta["cached_tokens"] >= 90 > first.meta["cached_tokens"]
 
 
 async def test_L3_a_push_through_shared_memory_is_verified_and_its_tokens_carry_its_label(server, store):
@@ -175,3 +200,21 @@ async def test_a_push_through_the_disk_is_the_same(server, store, tmp_path):
         (outcome,) = await parts.pusher.push_all(Weights(8).snapshot(store))
         assert outcome.verified and outcome.logprob_gap <= 1e-4, outcome
         assert list((tmp_path / "push").iterdir()) == []
+
+
+async def test_E10_tensors_of_several_buckets_and_a_tied_embedding_arrive_whole(server, store):
+    weights = Weights(9)
+    embedding = weights.tensors["model.embed_tokens.weight"]
+    async with parts_of(server) as parts:
+        (outcome,) = await parts.pusher.push_all(weights.snapshot(store, cut_bytes=embedding.nbytes // 3))
+        assert outcome.verified and outcome.logprob_gap <= 1e-4, outcome
+
+
+async def test_E10_a_name_the_engine_does_not_know_is_refused_before_anything_is_sent(server, store):
+    weights = Weights(10)
+    weights.tensors["model.norm.bias"] = weights.tensors["model.norm.weight"]
+    snapshot = weights.snapshot(store)
+    async with parts_of(server) as parts:
+        with pytest.raises(PushImpossible, match=r"1 tensors of the snapshot are not in .* model.norm.bias"):
+            await parts.pusher.push_all(snapshot)
+        assert parts.slot.state == "starting"

@@ -10,6 +10,7 @@ is meant to be what SGLang shows; where the two differ by accident, this engine 
 - There is no prefix cache across requests, so cached_tokens is 0 and nothing computed under old weights can be met under new ones.
 - sampling_seed is always honoured. Prompt log-probs are of the temperature-scaled distribution, like those of the output.
 - /health answers at once, as a server with SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=0 does; /health_generate makes a token.
-- /weights_checker reports sha256 of each weight under its Hugging Face name, so that a trainer can compute the same.
+- /weights_checker reports sha256 of each weight under its Hugging Face name, so that a trainer can compute the same. Its action
+  "headrace_store" names the weights that are equal to what lies in the store, `{"serialized_buckets": [base64(JSON of a Ref), ...]}`.
 - Not here: n > 1, penalties, grammars, LoRA, distributed groups, the OpenAI routes. Asking for them is an error that says so.
 """

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout.engine.scheduler import Scheduler
-from rollout.engine.weights import checksums, copy_stored_weights, load_checkpoint
+from rollout.engine.weights import checksums, copy_stored_weights, equal_to_stored, load_checkpoint
 
 log = logging.getLogger(__name__)
 
@@ -155,6 +155,9 @@ class Control:
     def checksums(self, skipped: list[str]) -> dict[str, str]:
         """Of all weights but those whose name holds one of the `skipped` strings."""
         return {name: value for name, value in checksums(self.scheduler.model).items() if not any(part in name for part in skipped)}
+
+    def equal_to_stored(self, entries: list[str]) -> list[str]:
+        return equal_to_stored(self.scheduler.model, entries)
 
     def weight(self, name: str, rows: int) -> list[Any]:
         """The first rows of a weight, as numbers. ValueError where SGLang has none to give: its Qwen models lack the method."""

@@ -153,6 +153,7 @@ class VersionBody(msgspec.Struct):
 class CheckerBody(msgspec.Struct):
     action: str = "checksum"
     skip_tensor_list: list[str] | None = None
+    serialized_buckets: list[str] = []
 
 
 class SlowDownBody(msgspec.Struct):

@@ -21,7 +21,7 @@ from aiohttp.web_request import BaseRequest
 
 from rollout.engine import info, protocol
 from rollout.engine.contract import contract_error
-from rollout.engine.control import Fatal, Outcome
+from rollout.engine.control import STORE_FORMAT, Fatal, Outcome
 from rollout.engine.engine import Engine, RequestFailed
 from rollout.engine.protocol import GenerateBody, SamplingParams
 from rollout.engine.replies import rejection
@@ -204,6 +204,9 @@ class Server:
         body = msgspec.json.decode(raw, type=protocol.CheckerBody) if raw else protocol.CheckerBody()
         if body.action in ("snapshot", "reset_tensors", "compare"):
             return _outcome(Outcome(False, f"action {body.action!r}: the embedded engine does only checksum"))
+        if body.action == STORE_FORMAT:
+            equal = await self.engine.call(lambda: self.engine.control.equal_to_stored(body.serialized_buckets))
+            return _json({"success": True, "message": "Success.", "equal": equal})
         if body.action != "checksum":
             return _outcome(Outcome(False, f"Unsupported action={body.action!r}"))
         skipped = body.skip_tensor_list or []

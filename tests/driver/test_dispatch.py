@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,11 +23,18 @@ from rollout.pool import EnginePool
 from rollout.tokens import TokenizerView
 from rollout.version import Version
 from store import EmbeddedStore
-from tests.driver.conftest import register
+from tests.driver.conftest import ready, register
 
 ROOT = Path(__file__).parents[2]
 EOS = 2
 VERSION = "run/0/0/1"
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
 
 
 class ScriptedEngine:
@@ -40,6 +49,8 @@ class ScriptedEngine:
     async def generate(self, input_ids: list[int], sampling: dict[str, Any], rid: str, **more: Any) -> Generation:
         self.asked.append((list(input_ids), sampling["max_new_tokens"], rid))
         step = self.script.pop(0)
+        if callable(step):
+            step = step()
         if isinstance(step, Exception):
             raise step
         return step
@@ -64,7 +75,7 @@ def parts(tmp_path):
 
     async def replace(slot, reason): ...
 
-    pool = EnginePool()
+    pool = EnginePool(Clock())
     pusher = Pusher(pool, deadline_s=1.0, logprob_tolerance=1e-3, replace=replace)
     scoring = Scoring(core, wait_s=0.0, deadline_s=1.0)
     watermark = Watermark(128)
@@ -141,6 +152,112 @@ async def test_an_infrastructure_that_always_fails_is_given_up_after_its_budget(
     with pytest.raises(GivenUp, match="infrastructure: connection reset"):
         await dispatch._generate(trajectory, 0, [5])
     assert len(engine.asked) == 1 + 3
+
+
+def after(pool: EnginePool, seconds: float, step: Any) -> Any:
+    """A step that takes this long."""
+
+    def wait() -> Any:
+        pool._monotonic.now += seconds  # type: ignore[attr-defined]
+        return step
+
+    return wait
+
+
+async def test_siblings_and_later_turns_go_where_their_prefix_is(parts):
+    dispatch, trajectory, engines = parts
+    sibling = dispatch._core.ledger.samples[0].trajectories[1]
+    first, second = ScriptedEngine(*[answer(9, EOS)] * 4), ScriptedEngine()
+    engines(first, second)
+    for who, turn in ((trajectory, 0), (sibling, 0), (trajectory, 1), (sibling, 1)):
+        await dispatch._generate(who, turn, [5, 6])
+    assert len(first.asked) == 4 and not second.asked, "idle engines would take turns"
+
+
+async def test_E13_a_part_goes_to_another_engine_than_failed_and_the_next_turn_follows_it_there(parts):
+    dispatch, trajectory, engines = parts
+    first, second = ScriptedEngine(lost(7)), ScriptedEngine(*[answer(9, EOS)] * 2)
+    engines(first, second)
+    for turn in (0, 1):
+        await dispatch._generate(trajectory, turn, [5])
+    assert (len(first.asked), len(second.asked)) == (1, 2)
+
+
+async def test_E8_where_a_sample_went_is_forgotten_when_that_engine_dies(parts):
+    dispatch, trajectory, engines = parts
+    sibling = dispatch._core.ledger.samples[0].trajectories[1]
+    first, second = ScriptedEngine(answer(9, EOS)), ScriptedEngine(*[answer(9, EOS)] * 2)
+    engines(first, second)
+    await dispatch._generate(trajectory, 0, [5])
+    dispatch._pool.gone(dispatch._pool.slots["engine-0"], "killed")
+    await dispatch._generate(trajectory, 1, [5])
+    third = dispatch._pool.register("engine-2", ScriptedEngine(), 1, 4)  # type: ignore[arg-type]
+    dispatch._pool.open(third, Version("run", 0, 0, 1))
+    await dispatch._generate(sibling, 0, [5])
+    assert len(second.asked) == 2, "its sample's prompt lies there now"
+
+
+async def test_what_was_remembered_of_a_sample_goes_with_it(parts):
+    dispatch, _, engines = parts
+    engines(ScriptedEngine(*[answer(9, EOS)] * 2))
+    sample = dispatch._core.ledger.samples[0]
+    for one in sample.trajectories:
+        await dispatch._generate(one, 0, [5])
+        dispatch._core.ledger.apply(ready(0, one.index))
+    dispatch.settle(sample)
+    assert not dispatch._first
+
+
+@pytest.mark.parametrize(
+    ("said", "silent_s"),
+    [
+        (answer(9, EOS), 0),
+        (EngineError("data", "too long", status=400), 0),
+        (lost(7), 5),
+        (EngineError("infrastructure", "no new token"), 5),
+    ],
+)
+async def test_E14_an_answer_or_a_refusal_is_a_sign_of_life_and_a_lost_request_is_none(parts, said, silent_s):
+    dispatch, trajectory, engines = parts
+    engine = ScriptedEngine(answer(9, EOS))
+    engines(engine)
+    engine.script = [after(dispatch._pool, 5, said), answer(EOS)]
+    slot = dispatch._pool.slots["engine-0"]
+    other = dispatch._pool.register("engine-1", ScriptedEngine(answer(EOS)), 1, 4)  # type: ignore[arg-type]
+    if silent_s:
+        dispatch._pool.open(other, Version("run", 0, 0, 1))
+        dispatch._pusher._verified["engine-1", VERSION] = None
+    with suppress(GivenUp):
+        await dispatch._generate(trajectory, 0, [5])
+    assert slot.silent_s() == silent_s
+
+
+async def test_E14_each_token_is_a_sign_of_life(parts):
+    dispatch, trajectory, engines = parts
+    engines(ScriptedEngine())
+    slot = dispatch._pool.slots["engine-0"]
+    async with dispatch._pool.acquire(1.0, "test"):
+        dispatch._pool._monotonic.now += 5
+        assert slot.silent_s() == 5
+        dispatch._count(trajectory, 0, slot)([7], [-0.5], VERSION)
+        assert slot.silent_s() == 0
+
+
+async def test_L1_who_waits_for_the_kv_cap_is_told_which_bound_it_was(parts):
+    dispatch, _, engines = parts
+    engines(ScriptedEngine())
+    dispatch._core.feed = SimpleNamespace(next_place=lambda _: object())
+    dispatch._store_free_bytes = lambda _: 1 << 40
+    dispatch._queue.extend([None] * 100)  # in flight
+    told = "reached with 100 in flight; kv binds:"
+    assert dispatch._closed_gate() == f"watermark 8 {told} 4 requests at once on 1 engine by rollout.max_open_requests"
+    load = {"num_running_reqs": 0, "num_waiting_reqs": 0, "num_used_tokens": 0, "max_total_num_tokens": 96}
+    slot = dispatch._pool.slots["engine-0"]
+    slot.capacity = 64
+    slot.reported({"loads": [load | {"max_running_requests": 32, "token_usage": 0.0}]}, 3.0)
+    assert dispatch._closed_gate() == f"watermark 40 {told} 32 requests at once on 1 engine by the engine's own limit"
+    dispatch._request_tokens.observe(8.0)
+    assert dispatch._closed_gate() == f"watermark 15 {told} 12 requests at once on 1 engine by KV memory of 96 tokens at a mean of 8"
 
 
 async def test_in_deterministic_mode_a_retry_keeps_its_seed(parts):

@@ -1,7 +1,10 @@
 from collections import deque
 from types import SimpleNamespace
 
-from driver.observe import alarms
+from driver.core import Wait
+from driver.observe import alarms, engines, sentence
+from rollout.pool import EnginePool
+from rollout.version import Version
 
 
 def test_H7_batches_that_train_nothing_raise_an_alarm_that_names_the_cause():
@@ -10,3 +13,37 @@ def test_H7_batches_that_train_nothing_raise_an_alarm_that_names_the_cause():
     assert alarms(quiet) == []
     loud = SimpleNamespace(recent=deque([{"skipped": None}, *[batch] * 5]))
     assert "last 5 batches trained nothing (every advantage is 0)" in alarms(loud)[0]
+
+
+async def test_engines_show_our_requests_their_own_reports_with_their_age_and_how_many_got_what_they_preferred():
+    clock = SimpleNamespace(now=100.0)
+    pool = EnginePool(lambda: clock.now)
+    client = SimpleNamespace(url="http://engine")
+    slot, unheard = (pool.register(name, client, 1, 4) for name in ("engine-0", "engine-1"))
+    for one in (slot, unheard):
+        pool.open(one, Version("run", 0, 0, 1))
+    rank = {"num_running_reqs": 6, "num_waiting_reqs": 2, "num_used_tokens": 1024, "max_total_num_tokens": 4096}
+    slot.reported({"loads": [rank | {"max_running_requests": 8, "token_usage": 0.25}]}, 3.0)
+    async with pool.acquire(1.0, "test", prefer=slot), pool.acquire(1.0, "test", prefer=slot):
+        clock.now += 2.5
+        shown, other = engines(SimpleNamespace(pool=pool, pusher=SimpleNamespace(skipped={})))
+    assert shown["load"] == {
+        "running": 6,
+        "waiting": 2,
+        "foreign": 8,
+        "kv_use": 0.25,
+        "max_running": 8,
+        "max_total_tokens": 4096,
+        "age_s": 2.5,
+    }
+    assert (shown["open_requests"], shown["preferred_share"], shown["silent_s"]) == (0, 0.0, 0.0), "eight others were there before"
+    assert (other["open_requests"], other["preferred_share"], other["load"], other["silent_s"]) == (2, None, None, 2.5)
+
+
+def test_L1_the_sentence_names_an_engine_that_is_being_replaced_whoever_waits_for_it():
+    core = SimpleNamespace(waits={"engine engine-0": Wait("engine-0 is out of use: it hangs", 0.0)})
+    run = SimpleNamespace(core=core, failure=None, state="running")
+    assert "engine-0 is out of use: it hangs" in sentence(run)
+    core.waits["trainer"] = Wait("3 of 4 samples are ready", 0.0)
+    core.waits["rollout"] = Wait("all rows were sent", 0.0)
+    assert sentence(run).endswith("s: 3 of 4 samples are ready; rollout: all rows were sent; engine-0 is out of use: it hangs")

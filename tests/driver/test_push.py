@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from driver.push import Pusher, Snapshot
+from driver.transport import StoreTransport, Transports
 from rollout.answer import EngineError, Prefix
+from rollout.capabilities import capabilities_of
 from rollout.pool import EnginePool
 from rollout.version import Version
 
@@ -79,7 +81,7 @@ class ScriptedEngine:
 
     async def checksums(self) -> dict[str, Any]:
         await self._call("checksums")
-        return {"ranks": [{"checksums": self.held}]}
+        return {"ranks": [{"checksums": self.held}], "per_engine_checksum": "f" * 64}
 
     async def set_version(self, version: str) -> None:
         await self._call("version")
@@ -163,6 +165,29 @@ async def test_E4_a_bucket_that_fails_twice_on_one_engine_does_not_hold_the_othe
     assert (slot.state, other.state, pool.serving_version) == ("quarantined", "open", 3) and len(replaced) == 1
 
 
+async def test_E16_a_push_waits_for_no_engine_that_left_in_the_middle_of_it_and_leaves_one_that_came_to_the_next(parts):
+    pool, engine, slot, replaced, pusher = parts
+    hangs = asyncio.Event()
+
+    async def never() -> None:
+        hangs.set()
+        await asyncio.sleep(3600)
+
+    engine.begin_update = never  # its connection does not break when it leaves
+    stays = pool.register("engine-1", ScriptedEngine(), 1, 4)  # type: ignore[arg-type]
+    push = asyncio.create_task(pusher.push_all(SNAPSHOT))
+    await hangs.wait()
+    came = pool.register("engine-2", ScriptedEngine(), 1, 4)  # type: ignore[arg-type]
+    pool.gone(slot, "scaled down")
+    async with asyncio.timeout(2.0):  # the push's own deadline is 5 s
+        outcomes = {outcome.engine_id: outcome for outcome in await push}
+    assert outcomes.keys() == {"engine-0", "engine-1"} and outcomes["engine-1"].verified
+    assert "it is gone: scaled down" in outcomes["engine-0"].reason and replaced == [], "there is nothing to replace"
+    assert (stays.state, came.state) == ("open", "starting")
+    (outcome,) = await pusher.push_all(SNAPSHOT)
+    assert (outcome.engine_id, outcome.verified, came.state) == ("engine-2", True, "open")
+
+
 async def test_E6_a_pause_that_never_returns_is_bounded(parts):
     pool, engine, slot, replaced, _ = parts
 
@@ -222,3 +247,15 @@ async def test_E11_A5_weights_that_made_tokens_and_were_refused_give_the_name_aw
     assert not outcome.verified and slot.state == "quarantined" and len(replaced) == 1
     made = Prefix([1], [-1.0], [("run/0/3/7", 0, 1)])
     assert (await pusher.trusted(made)).output_ids == []
+
+
+async def test_a_release_that_frees_nothing_is_told_and_logged_once_and_the_cache_is_resumed_all_the_same(parts, caplog):
+    _, engine, slot, _, pusher = parts
+    slot.capabilities = capabilities_of({"version": "0.5.23"}, {})  # a real server without the memory saver
+    pusher._transports = Transports("auto", {"tensor": StoreTransport})
+    said = "release: SGLang was started without --enable-memory-saver, its KV cache stays in memory"
+    for version in (3, 4):
+        (outcome,) = await pusher.push_all(replace(SNAPSHOT, version=version))
+        assert outcome.verified and outcome.skipped == (said,) and pusher.skipped == {"engine-0": (said,)}
+    assert engine.calls.count("release") == engine.calls.count("resume") == 2 and not engine.released
+    assert [record.message for record in caplog.records if "memory-saver" in record.message] == [f"pushes to engine-0: {said}"]

@@ -20,6 +20,7 @@ READY = Ready("engine", 0, 3, "http://127.0.0.1:1")
 class Process:
     state = "ready"
     incarnation = 3
+    pid = 4242
 
     def __init__(self):
         self.killed = []
@@ -64,7 +65,7 @@ def lab(tmp_path, monkeypatch):
 async def test_an_engine_registers_with_what_it_can_do(lab):
     assert not (await lab.ready()).done()
     slot = lab.pool.slots["engine-0"]
-    assert (slot.incarnation, slot.capacity, slot.capabilities) == (3, 4, CURRENT)
+    assert (slot.incarnation, slot.capacity, slot.capabilities, slot.pid) == (3, 4, CURRENT, 4242)
     assert slot.life == 1, "the first life of any engine of this run"
     assert lab.frozen == 1, "or every push waits for the server's garbage collector"
 

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 from safetensors.torch import load_file
 
-from driver.checkpoint_files import tensor_shapes, write_safetensors
-from driver.snapshot import PushImpossible, Snapshot, SnapshotGone
+from driver.agreement import EachTensor
+from driver.checkpoint_files import tensor_shapes
+from driver.snapshot import PushImpossible, PushRefused, Snapshot, SnapshotGone
 from driver.transport import SHARED_MEMORY, DiskTransport, SharedMemoryTransport, StoreTransport, Transports
 from rollout.answer import EngineError
 from rollout.capabilities import capabilities_of
 from rollout.client import EngineClient, make_http
 from rollout.pool import EngineSlot
 from rollout.sglang.payload import HEADER_BYTES
-from store import Column, EmbeddedStore, Ref
+from store import Column, EmbeddedStore, Ref, TensorForm
+from store.pieces import cut
 
 TENSORS: dict[str, Any] = {
     "a.weight": np.arange(6, dtype=np.float32).reshape(2, 3),
@@ -39,7 +44,8 @@ def store():
 @pytest.fixture
 def snapshot(store) -> Snapshot:
     refs = [store.put(f"r/weights/0/3/{i}", dict(part)) for i, part in enumerate((list(TENSORS.items())[:2], list(TENSORS.items())[2:]))]
-    return Snapshot("r", 0, 3, tuple(ref.to_wire() for ref in refs), {}, (), ())
+    sums = {name: hashlib.sha256((t.data if isinstance(t, Column) else t).tobytes()).hexdigest() for name, t in TENSORS.items()}
+    return Snapshot("r", 0, 3, tuple(ref.to_wire() for ref in refs), sums, (), ())
 
 
 class Listening:
@@ -113,7 +119,8 @@ async def test_what_a_killed_driver_left_is_swept_and_only_that(shared, tmp_path
 )
 async def test_names_and_shapes_are_compared_before_anything_is_sent(tmp_path, snapshot, change, words):
     shapes = {name: shape for name, shape in (SHAPES | change).items() if shape is not None}
-    for transport in (SharedMemoryTransport(tmp_path, shapes), DiskTransport(tmp_path / "push", tmp_path, shapes)):
+    every = (SharedMemoryTransport(tmp_path, shapes), DiskTransport(tmp_path / "push", tmp_path, shapes), StoreTransport(shapes))
+    for transport in every:
         if words is None:
             async with transport.prepared(snapshot):
                 continue
@@ -142,7 +149,7 @@ async def test_the_disk_gets_a_whole_checkpoint_for_as_long_as_the_push(tmp_path
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text("{}")
-    write_safetensors(model / "model.safetensors", {"a.weight": TENSORS["a.weight"]}, {"a.weight": "float32"})
+    save_file({"a.weight": TENSORS["a.weight"]}, model / "model.safetensors")
     transport = DiskTransport(tmp_path / "push", model, SHAPES)
 
     class Reading:
@@ -179,3 +186,56 @@ async def test_each_engine_gets_its_weights_by_what_it_is_and_where(embedded, ur
         other = "tensor" if expected == "store" else "store"
         with pytest.raises(EngineError, match=f"push.transport {other} is not for .*take auto"):
             Transports(other, makers).name_for(*asked)
+
+
+@pytest.mark.parametrize("tensors", [1, 2])
+async def test_E10_a_tensor_of_three_buckets_is_whole_in_shared_memory_and_on_disk(tmp_path, store, tensors):
+    """Alone, and with another behind it."""
+    large, small = np.arange(30, dtype=np.float32).reshape(5, 6), np.ones(4, np.float32)
+    columns = [dict([part]) for part in cut("large", large, 40)] + [{"small": small}] * (tensors - 1)
+    refs = [store.put(f"r/weights/0/4/{i}", part) for i, part in enumerate(columns)]
+    forms = {"large": TensorForm("float32", (5, 6)), "small": TensorForm("float32", (4,))}
+    cut_up = Snapshot("r", 0, 4, tuple(ref.to_wire() for ref in refs), {}, (), (), forms)
+    shapes = {name: forms[name].shape for name in list(forms)[:tensors]}
+    shared = SharedMemoryTransport(tmp_path, shapes)
+    async with shared.prepared(cut_up) as parcel:
+        assert [[entry.shape for entry in bucket.placed] for bucket in parcel.buckets] == [[shape] for shape in shapes.values()]
+        assert parcel.buckets[0].path.read_bytes()[HEADER_BYTES:] == large.tobytes()
+        engine = Listening(shared)
+        await parcel.send(slot_of(engine))
+        assert len(engine.calls) == tensors
+    (tmp_path / "model").mkdir()
+    async with DiskTransport(tmp_path / "push", tmp_path / "model", shapes).prepared(cut_up) as parcel:
+        written = [load_file(path) for path in sorted(parcel.directory.glob("*.safetensors"))]
+        assert [list(file) for file in written] == [[name] for name in shapes] and np.array_equal(written[0]["large"].numpy(), large)
+    with pytest.raises(PushImpossible, match=r"not whole: .*end before element 20"):
+        async with StoreTransport(shapes).prepared(replace(cut_up, buckets=cut_up.buckets[:2])):
+            pass
+
+
+async def test_E3_a_weight_that_is_equal_to_the_store_has_the_stores_own_sum_and_no_other(snapshot):
+    class Comparing:
+        def __init__(self) -> None:
+            self.equal = list(SHAPES)
+
+        async def equal_to_stored(self, refs: Any) -> list[str]:
+            assert tuple(refs) == snapshot.buckets
+            return self.equal
+
+    engine, agreement = Comparing(), EachTensor()
+    async with StoreTransport(SHAPES).prepared(snapshot) as parcel:
+        agreement.check(snapshot, await parcel.held(slot_of(engine)))
+        engine.equal = ["a.weight", "c.weight"]
+        with pytest.raises(PushRefused, match=r"1 of 2 tensors are not the snapshot's, the first is b.weight"):
+            agreement.check(snapshot, await parcel.held(slot_of(engine)))
+
+
+async def test_E3_bytes_in_the_store_that_are_not_what_the_trainer_summed_are_found(snapshot):
+    class Equal:
+        async def equal_to_stored(self, refs: Any) -> list[str]:
+            return list(SHAPES)
+
+    other = replace(snapshot, checksums=snapshot.checksums | {"c.weight": "0" * 64})
+    async with StoreTransport(SHAPES).prepared(other) as parcel:
+        with pytest.raises(PushRefused, match=r"the first is c.weight"):
+            EachTensor().check(other, await parcel.held(slot_of(Equal())))

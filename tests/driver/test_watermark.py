@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from driver.watermark import Watermark
+from driver.watermark import Watermark, kv_room
+from rollout.load import Load
 
 
 def decide(watermark: Watermark, **more):
@@ -50,3 +51,40 @@ def test_L0_a_sample_larger_than_the_engines_slots_still_goes():
 
 def test_demand_does_not_bind_before_anything_was_measured():
     assert decide(Watermark(32)).caps.demand_cap >= decide(Watermark(32)).caps.kv_cap
+
+
+def load(max_running: int, max_total_tokens: int) -> Load:
+    return Load(
+        running=0,
+        waiting=0,
+        used_tokens=0,
+        max_total_tokens=max_total_tokens,
+        max_running=max_running,
+        kv_use=0.0,
+        foreign=0,
+        at_s=0.0,
+        trust_s=1.0,
+    )
+
+
+@pytest.mark.parametrize(
+    ("engines", "mean_tokens", "slots", "bound"),
+    [
+        ([(None, 192), (None, 192)], 100.0, 256, "256 requests at once on 2 engines by rollout.max_running_requests"),
+        ([(None, 64)], None, 64, "64 requests at once on 1 engine by rollout.max_open_requests"),
+        ([(load(48, 10_000), 192)], None, 48, "48 requests at once on 1 engine by the engine's own limit"),
+        ([(load(48, 10_000), 192)], 100.0, 48, "48 requests at once on 1 engine by the engine's own limit"),
+        ([(load(48, 3_000), 192)], 100.0, 30, "30 requests at once on 1 engine by KV memory of 3000 tokens at a mean of 100"),
+        ([(load(48, 50), 192)], 100.0, 1, "1 requests at once on 1 engine by KV memory of 50 tokens at a mean of 100"),
+        ([(load(400, 90_000), 192)], 100.0, 192, "192 requests at once on 1 engine by rollout.max_open_requests"),
+        ([], None, 0, "no engine is open"),
+    ],
+)
+def test_what_engines_run_at_once_is_what_they_report_and_the_configuration_stands_in_for_a_report(engines, mean_tokens, slots, bound):
+    room = kv_room(engines, max_running=128, mean_tokens=mean_tokens)
+    assert (room.slots, room.bound) == (slots, bound)
+
+
+def test_engines_with_different_bounds_are_told_apart():
+    room = kv_room([(load(48, 10_000), 192), (load(48, 3_000), 192), (None, 192)], max_running=128, mean_tokens=100.0)
+    assert room.slots == 48 + 30 + 128 and room.bound.count(" requests at once on 1 engine by ") == 3

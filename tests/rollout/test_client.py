@@ -287,3 +287,12 @@ async def test_O3_hundreds_of_streams_are_open_at_the_same_time_on_one_client(se
     calls = (client.generate([1], SAMPLING, f"rid-{n:03d}", stall_s=20.0, on_tokens=on_tokens) for n in range(300))
     answers = await asyncio.gather(*calls)
     assert all(answer.output_ids == [5, 6] for answer in answers)
+
+
+async def test_with_both_keys_an_engine_is_asked_for_its_load_with_the_api_key(server):
+    async with make_http() as http:
+        client = EngineClient(server.url, http, "api", admin_key="admin")
+        await client.loads()
+        await client.pause("retract")
+    assert [headers["authorization"] for headers in server.headers] == ["Bearer api", "Bearer admin"]
+    assert server.calls[0][0] == "/v1/loads"

@@ -4,10 +4,12 @@ import asyncio
 import random
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rollout.answer import EngineError
 from rollout.client import EngineClient, make_http
-from rollout.pool import EnginePool
+from rollout.pool import PREFERENCE, EnginePool
 from rollout.version import Version
 
 
@@ -57,6 +59,12 @@ def spawn(pool, hold, *, deadline_s=5.0, log=None, **how):
 async def settle():
     for _ in range(5):
         await asyncio.sleep(0)
+
+
+def says(running=0, waiting=0, used=0, max_running=16, kv_use=0.0):
+    """A body of /v1/loads, as far as it is read."""
+    rank = {"num_running_reqs": running, "num_waiting_reqs": waiting, "num_used_tokens": used, "max_total_num_tokens": 4096}
+    return {"loads": [rank | {"max_running_requests": max_running, "token_usage": kv_use}]}
 
 
 async def test_requests_go_to_the_least_loaded_engine_and_never_above_its_capacity(pool, add):
@@ -304,6 +312,209 @@ async def test_E13_a_request_that_failed_somewhere_goes_elsewhere_while_there_is
     assert [lease.slot for lease in log] == [good, bad, bad], "with no elsewhere left, it is tried again"
     hold.set()
     await asyncio.gather(*tasks)
+
+
+async def test_requests_that_others_sent_to_an_engine_count_as_its_load(pool, add):
+    shared, ours = add("shared", capacity=16), add("ours", capacity=16)
+    shared.reported(says(running=6, waiting=2), 3.0)
+    ours.reported(says(), 3.0)
+    hold = asyncio.Event()
+    tasks = [spawn(pool, hold) for _ in range(8)]
+    await settle()
+    assert (shared.open_requests, ours.open_requests) == (0, 8)
+    tasks += [spawn(pool, hold) for _ in range(6)]
+    await settle()
+    assert (shared.open_requests, ours.open_requests) == (3, 11), "from there on both alike"
+    hold.set()
+    await asyncio.gather(*tasks)
+
+
+async def test_a_report_that_gets_old_is_forgotten_little_by_little(pool, add, clock):
+    shared, ours = add("shared", capacity=16), add("ours", capacity=16)
+    shared.reported(says(running=8), 3.0)
+    ours.reported(says(), 3.0)
+    seen = []
+    for passed_s in (0.0, 3.0, 1.5, 1.5):
+        clock.now += passed_s
+        seen.append(shared.score(clock.now) * 16)
+    assert seen == [8, 8, 4, 0] and shared.load_age_s() == 6
+
+
+async def test_a_report_that_counts_requests_of_ours_which_have_ended_since_takes_none_of_them_for_others(pool, add):
+    slot = add(capacity=8)
+    hold = asyncio.Event()
+    tasks = [spawn(pool, hold) for _ in range(5)]
+    await settle()
+    hold.set()
+    await asyncio.gather(*tasks)
+    slot.reported(says(running=5), 3.0)  # some steps old
+    assert slot.load.foreign == 0
+    slot.reported(says(running=5), 3.0)
+    assert slot.load.foreign == 5, "by now it would know"
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 12), st.integers(0, 20), st.floats(0, 1)), min_size=1, max_size=6), st.integers(1, 80))
+def test_concurrency_is_bounded_and_equal_engines_are_dealt_evenly_whatever_they_report(engines, requests):
+    """Engines of a capacity, foreign requests and memory in use; each number stands for two engines that are equal."""
+
+    async def deal():
+        pool = EnginePool(Clock())
+        slots = []
+        for number, (capacity, foreign, kv_use) in enumerate(engines):
+            for twin in "ab":
+                slot = pool.register(f"e{number}{twin}", None, 1, capacity)
+                pool.open(slot, Version("run", 0, 0, 1))
+                slot.reported(says(running=foreign, kv_use=kv_use), 3.0)
+                slots.append(slot)
+        hold = asyncio.Event()
+        tasks = [spawn(pool, hold) for _ in range(requests)]
+        await settle()
+        assert all(slot.open_requests <= slot.capacity for slot in slots)
+        assert sum(slot.open_requests for slot in slots) == min(requests, sum(slot.capacity for slot in slots)), "none waits beside room"
+        assert all(abs(a.open_requests - b.open_requests) <= 1 for a, b in zip(slots[::2], slots[1::2], strict=True))
+        hold.set()
+        await asyncio.gather(*tasks)
+        assert all(slot.open_requests == 0 for slot in slots)
+
+    asyncio.run(deal())
+
+
+async def test_a_request_goes_where_its_prefix_is_while_that_engine_is_little_more_loaded(pool, add):
+    a, b = add("a", capacity=16), add("b", capacity=16)
+    hold = asyncio.Event()
+    tasks = [spawn(pool, hold, prefer=a) for _ in range(3)]
+    await settle()
+    assert (a.open_requests, b.open_requests) == (3, 0), "up to two sixteenths more than the other"
+    tasks += [spawn(pool, hold, prefer=a)]
+    await settle()
+    assert (a.open_requests, b.open_requests) == (3, 1), "then the least loaded wins"
+    assert (a.preferring_requests, a.preferred_requests) == (4, 3)
+    hold.set()
+    await asyncio.gather(*tasks)
+
+
+async def test_nobody_waits_for_the_engine_it_prefers_while_another_has_room(pool, add):
+    small, other = add("small", capacity=1), add("other", capacity=16)
+    other.reported(says(running=1, max_running=1), 3.0)  # as loaded as can be
+    hold = asyncio.Event()
+    tasks = [spawn(pool, hold, prefer=small) for _ in range(2)]
+    await settle()
+    assert (small.open_requests, other.open_requests) == (1, 1)
+    hold.set()
+    await asyncio.gather(*tasks)
+
+
+async def test_E13_an_engine_that_failed_a_request_does_not_get_it_again_for_holding_its_prefix(pool, add):
+    failed, other = add("failed"), add("other")
+    async with pool.acquire(1.0, "test", avoid=("failed",), prefer=failed) as lease:
+        assert lease.slot is other
+    async with pool.acquire(1.0, "test", prefer=failed) as lease:
+        assert lease.slot is failed
+
+
+async def test_E8_a_new_life_of_an_engine_holds_no_prefix_of_the_old_one(pool, add):
+    add("other")
+    old = add("e0")
+    pool.gone(old, "killed")
+    new = add("e0", incarnation=2)
+    new.reported(says(running=1), 3.0)
+    async with pool.acquire(1.0, "test", prefer=old) as lease:
+        assert lease.slot.engine_id == "other"
+
+
+async def test_32_siblings_of_4_samples_in_one_burst_leave_two_engines_as_even_as_the_preference_allows(pool, add):
+    slots = add("a", capacity=24), add("b", capacity=24)
+    for slot in slots:
+        slot.reported(says(max_running=16), 3.0)
+    allowed = PREFERENCE * 16 + 1
+    hold, tasks = asyncio.Event(), []
+
+    async def caller(first):
+        async with pool.acquire(5.0, "test", prefer=first[0] if first else None) as lease:
+            first.append(lease.slot)
+            assert abs(slots[0].open_requests - slots[1].open_requests) <= allowed
+            await hold.wait()
+
+    for _ in range(4):
+        first = []
+        tasks += [asyncio.create_task(caller(first)) for _ in range(8)]
+    await settle()
+    assert abs(slots[0].open_requests - slots[1].open_requests) <= allowed
+    assert sum(slot.open_requests for slot in slots) == 32
+    assert sum(slot.preferred_requests for slot in slots) > 32 / 2, "more of them are together than chance would have it"
+    hold.set()
+    await asyncio.gather(*tasks)
+
+
+async def test_E14_an_engine_is_silent_while_requests_are_open_and_nothing_comes(pool, add, clock):
+    slot = add()
+    clock.now += 100
+    assert slot.silent_s() == 0, "without requests there is nothing to say"
+    hold = asyncio.Event()
+    tasks = [spawn(pool, hold) for _ in range(2)]
+    await settle()
+    clock.now += 7
+    assert slot.silent_s() == 7
+    slot.heard()
+    clock.now += 2
+    assert slot.silent_s() == 2, "a token of one request speaks for all: the others may wait behind it"
+    pool.shut(slot, "push")
+    clock.now += 50
+    assert slot.silent_s() == 2, "nothing can come through a shut gate"
+    pool.open(slot, Version("run", 0, 1, 1))
+    clock.now += 1
+    hold.set()
+    await asyncio.gather(*tasks)
+    clock.now += 50
+    assert slot.silent_s() == 3
+
+
+async def test_E14_a_request_that_gave_up_proves_nothing_in_its_engines_favour(pool, add, clock):
+    """Else one request at a time could stall there for ever."""
+    slot = add()
+    for waited in (40, 80):
+        async with pool.acquire(1.0, "test"):
+            clock.now += 40
+        clock.now += 1000
+        assert slot.silent_s() == waited
+
+
+async def test_E14_others_requests_that_go_on_are_progress_but_ours_alone_must_say_so_themselves(pool, add, clock):
+    slot = add()
+    hold = asyncio.Event()
+    task = spawn(pool, hold)
+    await settle()
+    slot.reported(says(running=1, used=10), 3.0)
+    clock.now += 5
+    slot.reported(says(running=1, used=20), 3.0)
+    assert slot.silent_s() == 5, "its loop turns, but no token of ours arrives"
+    slot.reported(says(running=8, waiting=1, used=100), 3.0)
+    clock.now += 5
+    slot.reported(says(running=8, waiting=1, used=200), 3.0)
+    assert slot.silent_s() == 0, "ours waits behind eight others"
+    clock.now += 5
+    slot.reported(says(running=8, waiting=1, used=200), 3.0)
+    assert slot.silent_s() == 5, "and these stand still now"
+    hold.set()
+    await task
+
+
+async def test_E16_an_engine_that_left_in_mid_push_is_handed_to_nobody_and_nobody_waits_for_it(pool, add):
+    left = add("left", capacity=4)
+    log, hold = [], asyncio.Event()
+    tasks = [spawn(pool, hold, log=log, prefer=left) for _ in range(3)]
+    pool.shut(left, "push")
+    await settle()
+    pool.open(left, Version("run", 0, 1, 1))  # hands over to all three ...
+    pool.gone(left, "scaled down")  # ... and is gone before they run
+    new = add("new", capacity=2)  # registered a moment ago
+    await settle()
+    assert [lease.slot for lease in log] == [new, new], "the third waits for room, not for the one that left"
+    assert (left.open_requests, left.state, pool.why()) == (0, "gone", "1 of 1 engines are open, with 2 requests")
+    hold.set()
+    await asyncio.gather(*tasks)
+    assert [lease.slot for lease in log] == [new] * 3
 
 
 async def test_gauges_count_engines_by_state(pool, add):

@@ -145,6 +145,33 @@ async def test_a_single_turn_goes_from_text_to_a_row(engine, model):
     assert slot.busy_s() > 0
 
 
+async def test_an_engine_reports_requests_of_others_and_ours_are_not_taken_for_them(engine, process):
+    slow_down(process.url, 0.02)
+    pool = EnginePool()
+    slot = pool.register("e0", engine, 1, capacity=4)
+    pool.open(slot, Version("run", 0, 0, 1))
+    heard = [asyncio.Event() for _ in range(3)]
+
+    async def request(number):
+        await engine.generate([5], sampling(max_new_tokens=200), f"load-{number}", stall_s=20, on_tokens=lambda *_: heard[number].set())
+
+    async def ours():
+        async with pool.acquire(10, "test"):
+            await request(2)
+
+    requests = [asyncio.create_task(call) for call in (request(0), request(1), ours())]
+    for event in heard:
+        await asyncio.wait_for(event.wait(), 20)
+    async with asyncio.timeout(20):
+        while slot.load is None or slot.load.running < 3:  # it says what was true a step ago
+            slot.reported(await engine.loads(), 3.0)
+    assert (slot.load.running, slot.load.foreign, slot.load.max_running) == (3, 2, 32)
+    assert 0 < slot.load.kv_use < 1 and slot.load.max_total_tokens == 32 * 256
+    for one in requests:
+        one.cancel()
+    await asyncio.gather(*requests, return_exceptions=True)
+
+
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
 async def test_V5_a_request_in_flight_sees_a_pause_as_time_and_a_new_version_as_a_span(engine, process, mode):
     slow_down(process.url, 0.02)

@@ -20,7 +20,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from store import EmbeddedStore
+from store import EmbeddedStore, TensorForm
+from store.pieces import bundles, whole_tensors
 from trainer.client import TrainerClient, TrainerLost, TrainerRefused
 from trainer.spec import TrainerSpec
 from trainer.wire import MiniBatch, Snapshot
@@ -35,12 +36,10 @@ def halves(rows: list[Any]) -> list[MiniBatch]:
     return [MiniBatch(ranks=[[rows[:half][:2], rows[:half][2:]], [rows[half:][:2], rows[half:][2:]]])]
 
 
-def weights(store: EmbeddedStore, snapshot: Snapshot) -> dict[str, np.ndarray]:
-    found: dict[str, np.ndarray] = {}
-    for bucket in snapshot.buckets:
-        with store.open(bucket.ref()) as lease:
-            found |= {name: array.copy() for name, array in lease.items()}
-    return found
+def weights(snapshot: Snapshot) -> dict[str, np.ndarray]:
+    forms = {name: TensorForm(facts.dtype, tuple(facts.shape)) for name, facts in snapshot.tensors.items()}
+    found = bundles([bucket.ref() for bucket in snapshot.buckets], forms)
+    return {name: array.copy() for bundle in found for name, _, array in whole_tensors(bundle)}
 
 
 async def test_a_batch_is_trained_pushed_and_accounted_for(start: Any, rows: Any, store: EmbeddedStore) -> None:
@@ -70,7 +69,7 @@ async def test_a_batch_is_trained_pushed_and_accounted_for(start: Any, rows: Any
         first = await client.snapshot(3, 1, bucket_bytes=20_000, canary_ids=canary)
         assert [bucket.key for bucket in first.buckets] == [f"test/weights/3/1/{i}" for i in range(len(first.buckets))]
         assert len(first.buckets) > 2
-        sent = weights(store, first)
+        sent = weights(first)
         assert "lm_head.weight" not in sent and sent.keys() == first.tensors.keys(), "a tied embedding goes once"
         for name, facts in first.tensors.items():
             assert list(sent[name].shape) == facts.shape and str(sent[name].dtype) == facts.dtype
@@ -158,7 +157,7 @@ async def test_resume_is_bit_equal_and_refuses_half_a_checkpoint_W7(
 
         async def now() -> dict[str, np.ndarray]:
             snapshot = await client.snapshot(0, (await client.health()).trained_version, 1 << 20, [])
-            found = weights(store, snapshot)
+            found = weights(snapshot)
             store.free([bucket.ref() for bucket in snapshot.buckets])
             return found
 
@@ -225,11 +224,14 @@ async def test_what_cannot_be_resumed_is_refused_with_what_to_do_and_the_weights
         assert refused.value.status == 409 and (await trainer.client.health()).trained_version == 2
 
 
-async def test_weights_with_nan_are_not_pushed(start: Any, store: EmbeddedStore, models: dict[str, str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("broken_value", [np.nan, np.inf, -np.inf])
+async def test_weights_with_nan_are_not_pushed(
+    start: Any, store: EmbeddedStore, models: dict[str, str], tmp_path: Path, broken_value: float
+) -> None:
     broken = tmp_path / "broken"
     shutil.copytree(models["llama"], broken)
     tensors = load_file(broken / "model.safetensors")
-    tensors["model.norm.weight"][3] = np.nan
+    tensors["model.norm.weight"][3] = broken_value
     save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
     async with start() as trainer:
         await trainer.client.load(str(broken))

@@ -14,6 +14,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from store import Column, EmbeddedStore
+from store.pieces import cut
 
 from .conftest import Served, wait_for
 
@@ -210,6 +211,60 @@ def test_e10_what_does_not_fit_changes_nothing_and_an_unknown_name_is_passed_ove
     engine.wait_log("no parameter 'model.layers.9.unknown.weight'")
     changed = sums(engine)
     assert {name for name in changed if changed[name] != before[name]} == {"model.norm.weight"}
+
+
+def test_e10_parts_are_copied_into_their_place_and_one_that_reaches_past_the_end_changes_nothing(
+    engine: Served, checkpoints: Callable[..., Path], bucket: Callable[..., str]
+) -> None:
+    """The weight is a view of a fused one, whose next part would take what is too much."""
+    new = weights(checkpoints("Qwen3", seed=1))
+    before = sums(engine)
+    engine.post("/begin_weight_update", {})
+    parts = dict(cut(NAME, new[NAME], 3000))
+    assert len(parts) == 3
+    late = {f"{NAME}@1500": new[NAME].reshape(-1)[:600]}
+    good = {"model.norm.weight": new["model.norm.weight"]}
+    for wrong, says in (
+        (late, "arrived as elements 1500 to 2100 of a float32, the engine holds float32[32, 64]; nothing was copied"),
+        ({f"{NAME}@0": new[NAME].reshape(-1).astype(np.float64)}, "of a float64"),
+        ({f"{NAME}@0": new[NAME]}, "no part of a tensor"),
+    ):
+        assert says in send(engine, bucket(good | wrong), expect=400)["message"]
+    assert sums(engine) == before
+    for part in parts.items():
+        send(engine, bucket(dict([part])))
+    changed = sums(engine)
+    assert {name for name in changed if changed[name] != before[name]} == {NAME}
+    assert changed[NAME] == hashlib.sha256(new[NAME].tobytes()).hexdigest()
+
+
+def test_E3_a_weight_is_the_stores_only_if_every_byte_is(
+    engine: Served, checkpoints: Callable[..., Path], bucket: Callable[..., str]
+) -> None:
+    new = weights(checkpoints("Qwen3", seed=1))
+    parts = [bucket(dict([part])) for part in cut(NAME, new[NAME], 3000)]
+    rest = bucket({name: tensor for name, tensor in new.items() if name != NAME})
+
+    def equal(*entries: str) -> set[str]:
+        reply = engine.post("/weights_checker", {"action": "headrace_store", "serialized_buckets": list(entries)})
+        assert reply["success"] is True
+        return set(reply["equal"])
+
+    norms = {name for name in equal(*parts, rest)}
+    engine.post("/begin_weight_update", {})
+    for entry in (rest, *parts[:2]):
+        send(engine, entry)
+    assert equal(rest, *parts) == new.keys() - {NAME} and norms < new.keys(), "its last part is not in yet"
+    send(engine, parts[2])
+    assert equal(rest, *parts) == new.keys()
+    assert equal(rest, *parts[:2]) == new.keys() - {NAME} == equal(rest, *parts[1:]), "not looked at to its end, or from its beginning"
+    wrong = new["model.norm.weight"].copy()
+    wrong.view(np.uint8)[-1] ^= 1
+    send(engine, bucket({"model.norm.weight": wrong}))
+    assert equal(rest, *parts) == new.keys() - {"model.norm.weight"}
+    assert equal(bucket({"unknown": wrong})) == set()
+    says = engine.post("/weights_checker", {"action": "headrace_store", "serialized_buckets": ["%"]}, expect=400)
+    assert "not base64" in says["error"]["message"]
 
 
 def test_b1_no_pickle_is_loaded_and_a_reference_must_be_one(engine: Served, bucket: Callable[..., str]) -> None:
