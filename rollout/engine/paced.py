@@ -155,5 +155,8 @@ class PacedControl(Control):
     def checksums(self, skipped: list[str]) -> dict[str, str]:
         raise ValueError(COMPUTES_NOTHING)
 
+    def equal_to_stored(self, entries: list[str]) -> list[str]:
+        raise ValueError(COMPUTES_NOTHING)
+
     def weight(self, name: str, rows: int) -> list[Any]:
         raise ValueError(COMPUTES_NOTHING)

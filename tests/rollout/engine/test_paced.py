@@ -85,6 +85,7 @@ async def test_A5_it_says_that_it_computes_nothing_and_refuses_whatever_would_ne
     for call in (
         client.score_sequence(PROMPT),
         client.checksums(),
+        client.equal_to_stored([{"key": "run/weights/0/1/0"}]),
         client.update_from_disk(str(BASE)),
         client.update_from_tensor(["e30="]),
     ):
