@@ -202,8 +202,16 @@ class CheckpointConfig(_Section):
 
 
 class PushConfig(_Section):
-    transport: Literal["auto", "store", "tensor", "disk"] = Field(
-        "auto", description="store: the embedded engine reads the store; tensor: SGLang maps shared memory; disk: a checkpoint directory"
+    transport: Literal["auto", "store", "tensor", "disk", "distributed"] = Field(
+        "auto",
+        description="store: the embedded engine reads the store; tensor: SGLang maps shared memory; distributed: broadcasts over the "
+        "network; disk: a checkpoint directory",
+    )
+    backend: Literal["auto", "gloo", "nccl"] = Field(
+        "auto", description="of distributed: auto is nccl where the trainer and the engine are on GPUs, else gloo"
+    )
+    address: str | None = Field(
+        None, description="of distributed: the trainer's host as engines reach it; null: 127.0.0.1 for those here, else as routes say"
     )
     bucket_bytes: int = Field(64 << 20, ge=1 << 10)
     deadline_s: float = Field(60.0, gt=0, description="one engine's whole push; later it is quarantined")
@@ -292,10 +300,15 @@ class RunConfig(_Section):
 
     @property
     def transport(self) -> str:
-        """How weights get into this run's engines: store, tensor or disk."""
+        """How weights get into this run's engines: store, tensor, disk or distributed."""
         if self.push.transport != "auto":
             return self.push.transport
         return "store" if self.rollout.engine == "embedded" else "tensor"
+
+    @property
+    def needs_courier(self) -> bool:
+        """Some engine gets its weights by broadcasts, which a process of their own sends."""
+        return self.transport == "distributed"
 
     @property
     def logprob_tolerance(self) -> float:
@@ -331,8 +344,10 @@ class RunConfig(_Section):
         if self.transport == {"embedded": "tensor", "sglang": "store"}[self.rollout.engine]:
             raise ValueError(
                 f"push.transport {self.transport} is not for engine {self.rollout.engine}: store is for embedded, tensor for sglang; "
-                "leave it at auto, or take disk"
+                "leave it at auto, or take disk or distributed"
             )
+        if self.push.backend == "nccl" and self.trainer.device == "cpu":
+            raise ValueError("push.backend nccl sends from the trainer's GPU, and trainer.device is cpu: leave it at auto")
         if self.trainer.schedule != "constant" and self.stop.batches is None:
             raise ValueError(f"trainer.schedule {self.trainer.schedule} decays towards stop.batches, which is not set")
         return self

@@ -3,6 +3,7 @@
     store    the engine maps the store's objects itself                        the embedded engine on this host
     tensor   a file of /dev/shm as torch shares memory; the call names it      SGLang on this host
     disk     a checkpoint directory, which the engine reads                    any engine that sees RUN_DIR
+    distributed  broadcasts from the trainer's host (`driver/distributed.py`)  any engine
 
 What can be made ready before a gate is shut is made ready before (`prepared`), once for all engines: the pause pays for none of it.
 SGLang passes over a name it does not know and dies of a shape that does not fit, so both are compared with the engine's own
@@ -36,7 +37,7 @@ from store import Lease, Ref, StoreError, open_store
 
 SHARED_MEMORY = Path("/dev/shm")  # where torch looks for a name
 
-Name = Literal["store", "tensor", "disk"]
+Name = Literal["store", "tensor", "disk", "distributed"]
 
 
 class Parcel(Protocol):
@@ -118,7 +119,7 @@ class SharedMemoryTransport:
     async def prepared(self, snapshot: Snapshot) -> AsyncIterator[Parcel]:
         buckets: list[SharedBucket] = []
         try:
-            _refuse_unless_same(self._shapes, await asyncio.to_thread(_shapes_of, snapshot))
+            refuse_unless_same(self._shapes, await asyncio.to_thread(_shapes_of, snapshot))
             for wire in snapshot.buckets:
                 path = SHARED_MEMORY / f"{self.prefix}@{snapshot.epoch}.{snapshot.version}.{len(buckets)}.{secrets.token_hex(4)}"
                 buckets.append(await asyncio.to_thread(_share, wire, path))
@@ -134,7 +135,7 @@ class SharedMemoryTransport:
 
 def _share(wire: Mapping[str, object], path: Path) -> SharedBucket:
     """Copy one bucket of the store into a file that torch can map."""
-    with _opened(wire) as lease:
+    with opened(wire) as lease:
         placed, length_bytes = place([(name, lease.dtypes[name], column.shape, column.nbytes) for name, column in lease.items()])
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
@@ -177,7 +178,7 @@ class DiskTransport:
     async def prepared(self, snapshot: Snapshot) -> AsyncIterator[Parcel]:
         directory = self._directory / f"{snapshot.epoch}-{snapshot.version}"
         try:
-            _refuse_unless_same(self._shapes, await asyncio.to_thread(_shapes_of, snapshot))
+            refuse_unless_same(self._shapes, await asyncio.to_thread(_shapes_of, snapshot))
             await asyncio.to_thread(self._write, snapshot, directory)
             yield DiskParcel(directory)
         finally:
@@ -189,7 +190,7 @@ class DiskTransport:
             directory.mkdir(parents=True)
             link_beside(self._model_path, directory)
             for number, wire in enumerate(snapshot.buckets):
-                with _opened(wire) as lease:
+                with opened(wire) as lease:
                     write_safetensors(directory / f"bucket-{number:05d}.safetensors", lease, lease.dtypes)
         except OSError as error:
             raise PushImpossible(f"the weights can not be written to {directory}: {error.strerror}; make room there") from error
@@ -210,19 +211,21 @@ class Transports:
         self._made: dict[Name, Transport] = {}
 
     @classmethod
-    def of(cls, config: RunConfig) -> Transports:
+    def of(cls, config: RunConfig, distributed: Callable[[], Transport]) -> Transports:
         path = config.model.path
         makers: dict[Name, Callable[[], Transport]] = {
             "store": StoreTransport,
             "tensor": lambda: SharedMemoryTransport(config.store_directory, tensor_shapes(path)),
             "disk": lambda: DiskTransport(config.directory / "push", path, tensor_shapes(path)),
+            "distributed": distributed,
         }
         return cls(config.push.transport, makers)
 
     def name_for(self, client: EngineClient, capabilities: Capabilities | None) -> Name:
         """EngineError `configuration` when the one that is configured is not for this engine."""
         embedded = capabilities is None or capabilities.embedded
-        fitting: list[Name] = ["store" if embedded else "tensor", "disk"] if client.on_this_host else ["disk"]
+        here: list[Name] = ["store" if embedded else "tensor"] if client.on_this_host else []
+        fitting: list[Name] = [*here, "distributed", "disk"]
         if self._wanted == "auto":
             return fitting[0]
         if self._wanted not in fitting:
@@ -253,7 +256,7 @@ class Transports:
             self.get(name).sweep()
 
 
-def _opened(wire: Mapping[str, object]) -> Lease:
+def opened(wire: Mapping[str, object]) -> Lease:
     ref = Ref.from_wire(dict(wire))
     try:
         return open_store(ref.location).open(ref)
@@ -264,12 +267,12 @@ def _opened(wire: Mapping[str, object]) -> Lease:
 def _shapes_of(snapshot: Snapshot) -> TensorShapes:
     found: TensorShapes = {}
     for wire in snapshot.buckets:
-        with _opened(wire) as lease:
+        with opened(wire) as lease:
             found |= {name: column.shape for name, column in lease.items()}
     return found
 
 
-def _refuse_unless_same(expected: TensorShapes, found: TensorShapes) -> None:
+def refuse_unless_same(expected: TensorShapes, found: TensorShapes) -> None:
     """An output matrix that is tied to the embedding may be named or not."""
     names = (expected.keys() ^ found.keys()) - {"lm_head.weight"}
     if names:

@@ -1,0 +1,173 @@
+"""The sending side of a process group: this process is rank 0, the tensor-parallel ranks of one engine are 1, 2, …
+
+The engine is told an address and a name, and joins with torch's own recipe (a TCPStore at the address, keys under the name). The store
+listens on a port that the system chose, on that one address, before anybody is told. What blocks (joining, sending) is done in a thread
+of the group's own, and ends with the group's time-out at the latest. The first thing that fails ends the group: its sockets close, and
+an engine that waits for bytes is told so by the kernel instead of by torch's half hour.
+"""
+
+from __future__ import annotations
+
+import queue
+import socket
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
+
+from store import Ref, open_store
+
+T = TypeVar("T")
+KEPT = 3  # staged buckets: the one that is sent, the next, and one for engines that are behind
+
+
+def process_group(backend: str, store: Any, name: str, rank: int, size: int, address: str, timeout_s: float) -> Any:
+    """Joins; blocks until all have. The keys in `store` are those that torch's own helper uses, so a server of any kind may be the peer.
+
+    Raises RuntimeError (torch's DistError among them) when somebody does not come in time.
+    """
+    timeout = timedelta(seconds=timeout_s)
+    prefix = PrefixStore(f"{name}/", PrefixStore(name, store))
+    if backend == "gloo":
+        options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices = [ProcessGroupGloo.create_device(hostname=address)]
+        options._timeout = timeout
+        return ProcessGroupGloo(PrefixStore("cpu/", prefix), rank, size, options)
+    # Unchecked: it needs a GPU at both ends.
+    from torch.distributed import ProcessGroupNCCL
+
+    options = ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return ProcessGroupNCCL(PrefixStore("cuda/", prefix), rank, size, options)
+
+
+def broadcast(group: Any, tensor: torch.Tensor) -> None:
+    """From rank 0 to all. Blocks until it is done, the group's time-out, or a peer that is gone (RuntimeError)."""
+    options = BroadcastOptions()
+    options.rootRank, options.rootTensor = 0, 0
+    group.broadcast([tensor], options).wait()
+    if tensor.is_cuda:
+        torch.cuda.current_stream(tensor.device).synchronize()  # NCCL's wait is the stream's, not ours
+
+
+class SendingGroup:
+    """One engine's group. `joined` and what `send` returns are futures; all of it may be called from one thread that must not block."""
+
+    def __init__(self, name: str, size: int, backend: str, address: str, timeout_s: float) -> None:
+        """Listens. `size` counts this process. Raises OSError when `address` is not one of this host's."""
+        listener = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+        self.name = name
+        self.port: int = listener.getsockname()[1]
+        self._timeout_s = timeout_s
+        self._group: Any = None
+        self._ended = False
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._store: TCPStore | None = TCPStore(
+            address, self.port, None, True, timedelta(seconds=timeout_s), wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+        self.joined = self._do(lambda: self._join(size, backend, address))
+
+    def send(self, staged: Future[torch.Tensor]) -> Future[None]:
+        """Broadcast these bytes as soon as they are there. An error of theirs, too, ends the group."""
+        return self._do(lambda: broadcast(self._group, staged.result(self._timeout_s)))
+
+    def close(self) -> None:
+        """Ends the group, after what its thread is doing. Idempotent."""
+        self._work.put(None)
+
+    # ---- in the group's thread ------------------------------------------------------------------------------------------
+
+    def _do(self, action: Callable[[], T]) -> Future[T]:
+        future: Future[T] = Future()
+
+        def work() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                if self._ended:
+                    raise RuntimeError(f"the group {self.name} has ended")
+                result = action()
+            except Exception as error:
+                self._end()
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+        self._work.put(work)
+        return future
+
+    def _run(self) -> None:
+        while not self._ended:
+            work = self._work.get()
+            if work is None:
+                break
+            work()
+            del work  # it holds the bytes
+        self._end()
+        while True:  # what came after the end is told so
+            try:
+                work = self._work.get_nowait()
+            except queue.Empty:
+                return
+            if work is not None:
+                work()
+
+    def _join(self, size: int, backend: str, address: str) -> None:
+        self._group = process_group(backend, self._store, self.name, 0, size, address, self._timeout_s)
+
+    def _end(self) -> None:
+        """Nobody else holds the group or the store, so this closes their sockets."""
+        self._ended = True
+        group, self._group, self._store = self._group, None, None
+        if group is not None and group.name() == "nccl":
+            group.abort()
+
+
+class Stage:
+    """Buckets of the store as they are sent: flat, on the device. Made in one thread, ahead of the sending, once for all engines."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._thread = ThreadPoolExecutor(1, "stage")
+        self._made: OrderedDict[tuple[str, int], Future[torch.Tensor]] = OrderedDict()
+
+    def get(self, push: str, number: int, refs: list[Ref], names: list[str]) -> Future[torch.Tensor]:
+        """Bucket `number` of a push, a uint8 tensor [bytes]. It holds a StoreError when the store has it no longer."""
+        key = (push, number)
+        if key not in self._made:
+            self._made[key] = self._thread.submit(self._stage, refs, names)
+            while len(self._made) > KEPT:
+                self._made.popitem(last=False)
+        return self._made[key]
+
+    def forget(self, push: str) -> None:
+        for key in [key for key in self._made if key[0] == push]:
+            del self._made[key]
+
+    def _stage(self, refs: list[Ref], names: list[str]) -> torch.Tensor:
+        with ExitStack() as stack:
+            parts = [torch.from_numpy(part) for part in tensor_bytes(refs, names, stack)]
+            on_cuda = self._device.type == "cuda"
+            flat = torch.empty(sum(len(part) for part in parts), dtype=torch.uint8, pin_memory=on_cuda)
+            torch.cat(parts, out=flat)
+        if not on_cuda:
+            return flat
+        with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.Stream()):  # unchecked: it needs a GPU
+            sent = flat.to(self._device, non_blocking=True)
+            torch.cuda.current_stream().synchronize()
+        return sent
+
+
+def tensor_bytes(refs: list[Ref], names: list[str], stack: ExitStack) -> list[np.ndarray]:
+    """The bytes of each named tensor, uint8 [bytes], as views of the store's objects `refs`, valid while `stack` is open."""
+    leases = [stack.enter_context(open_store(ref.location).open(ref)) for ref in refs]
+    found = {name: column for lease in leases for name, column in lease.items()}
+    return [np.ascontiguousarray(found[name]).reshape(-1).view(np.uint8) for name in names]
