@@ -27,7 +27,7 @@ from driver import selfcheck
 from driver.config import ConfigError, load_config
 from driver.doctor import examine
 from driver.keys import keys, section_at
-from driver.settings import RunConfig
+from driver.settings import SECRETS, RunConfig
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Asynchronous reinforcement learning of language models.")
 config_app = typer.Typer(no_args_is_help=True, help="Look at configuration files.")
@@ -391,8 +391,8 @@ def config_check(config: Path, overrides: Sets = None) -> None:
     except ConfigError as error:
         fail(str(error), 2)
     dumped = checked.model_dump(mode="json")
-    if dumped["service"]["token"]:
-        dumped["service"]["token"] = "(set)"
+    for section, names in SECRETS.items():
+        dumped[section] |= {name: "(set)" for name in names if dumped[section][name]}
     out.print(yaml.safe_dump(dumped, sort_keys=False), highlight=False, end="")
 
 

@@ -21,6 +21,7 @@ import psutil
 from driver.launcher import Died, Hung, LocalLauncher, LocalProcess, ProcessEvent, Quarantined, Ready, Started, StartFailed
 from driver.ledger import Upsert
 from driver.life import ProcessSpec
+from driver.outside import Outside
 from reward.client import RewardClient
 from reward.spec import RewardSpec, ScorerSpec
 from rollout.answer import EngineError
@@ -46,6 +47,11 @@ class Processes:
         self._config = run.config
         self._directory = run.config.directory / "processes"
         self._launcher: LocalLauncher | None = None
+        self.outside = Outside(run, self._watcher_failed)
+        self._incarnations = {
+            name.partition("/")[2]: int(value)
+            for name, value in run.core.db.query("SELECT name, value FROM meta WHERE name LIKE 'incarnation/%'")
+        }
         self._asking: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
@@ -56,6 +62,7 @@ class Processes:
         couriers = [self._courier()] if self._config.needs_courier else []
         specs = [self._trainer(), self._reward(), *couriers, *(self._engine(i) for i in range(self._config.rollout.engines))]
         processes = [await self._launcher.start(spec) for spec in specs]
+        self.outside.start()
         async with asyncio.TaskGroup() as group:
             for process in processes:
                 group.create_task(self._first_start(process))
@@ -79,13 +86,17 @@ class Processes:
         for asking in self._asking:
             asking.cancel()
         await asyncio.gather(*self._asking, return_exceptions=True)
+        await self.outside.stop()
         if self._launcher is not None:
             await self._launcher.stop(STOP_DEADLINE_S)
 
     async def replace(self, name: str, reason: str) -> None:
-        """End this incarnation; the launcher starts the next one."""
+        """End this incarnation; the launcher starts the next one. An engine that somebody else started is left alone, then taken again."""
         assert self._launcher is not None
-        self._launcher.processes[name].kill(reason)
+        if name in self.outside.engines:
+            self.outside.give_up(name, reason)
+        elif name in self._launcher.processes:
+            self._launcher.processes[name].kill(reason)
 
     @property
     def facts(self) -> list[dict[str, Any]]:
@@ -115,7 +126,7 @@ class Processes:
         name = f"{event.role}-{event.index}"
         if isinstance(event, Started):
             # Incarnations grow over restarts of the driver too: an old process is never taken for a new one.
-            self._core.db.write([Upsert("meta", {"name": f"incarnation/{name}", "value": str(event.incarnation).encode()})])
+            self.note_incarnation(name, event.incarnation)
         elif isinstance(event, Ready):
             log.info("%s (incarnation %d) is ready at %s", name, event.incarnation, event.url)
             if event.role == "engine":
@@ -160,6 +171,10 @@ class Processes:
         if not asking.cancelled() and (error := asking.exception()) is not None and not self._lost.done():
             self._lost.set_exception(error)
 
+    def _watcher_failed(self, error: BaseException) -> None:
+        if not self._lost.done():
+            self._lost.set_exception(error)
+
     def _fail(self, reason: str) -> None:
         if not self._lost.done():
             self._lost.set_exception(StartFailed(reason))
@@ -191,13 +206,16 @@ class Processes:
             heartbeat_s=HEARTBEAT_S,
             misses=MISSES,
             start_deadline_s=start_deadline_s,
-            first_incarnation=self._last_incarnation(f"{role}-{index}") + 1,
+            first_incarnation=self.last_incarnation(f"{role}-{index}") + 1,
             env={"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"} | (env or {}),
         )
 
-    def _last_incarnation(self, name: str) -> int:
-        found = self._core.db.query("SELECT value FROM meta WHERE name = ?", (f"incarnation/{name}",))
-        return int(found[0][0]) if found else 0
+    def last_incarnation(self, name: str) -> int:
+        return self._incarnations.get(name, 0)
+
+    def note_incarnation(self, name: str, incarnation: int) -> None:
+        self._incarnations[name] = incarnation
+        self._core.db.write([Upsert("meta", {"name": f"incarnation/{name}", "value": str(incarnation).encode()})])
 
     def _module(self, module: str, *flags: str) -> list[str]:
         return [sys.executable, "-P", "-m", module, *flags]

@@ -25,6 +25,9 @@ from rollout.client import EngineClient
 from rollout.pool import EnginePool, EngineSlot
 
 log = logging.getLogger("headrace.push")
+AGAIN_S = 0.2  # a connection that was cut is seldom there again at once
+LEAVE_S = 10.0
+UNFINISHED_VERSION = "unfinished"
 REMEMBERED_VERSIONS = 10_000  # more than any trajectory in flight can span
 
 
@@ -89,6 +92,8 @@ class Pusher:
                     log.warning("push of version %d to %s failed (attempt %d): %s", snapshot.version, slot.engine_id, attempt, reason)
                     if slot.state == "gone":
                         break
+                    if attempt == 1:
+                        await asyncio.sleep(AGAIN_S)
             if slot.state != "gone":
                 self._pool.quarantine(slot, f"push of version {snapshot.version} failed: {reason}")
                 await self._replace(slot, f"push of version {snapshot.version} failed: {reason}")
@@ -97,6 +102,25 @@ class Pusher:
             if self._pushing.get(slot.engine_id) is decided:
                 del self._pushing[slot.engine_id]
             decided.set_result(None)
+
+    async def leave(self, slot: EngineSlot) -> None:
+        """An engine that goes on without us: not paused, and not under the name of weights that it may hold in part. Never raises.
+
+        Waits for the end of its push, if there is one: the calls of two hands together may be illegal.
+        """
+        if slot.engine_id in self._pushing:
+            await asyncio.wait([self._pushing[slot.engine_id]])
+        client: EngineClient = slot.client
+        try:
+            async with asyncio.timeout(LEAVE_S):
+                await client.pause("retract")
+                await self._end_if_open(client)
+                await client.release(["kv_cache"])
+                await client.set_version(UNFINISHED_VERSION)
+                await client.resume(["kv_cache"])
+                await client.continue_generation()
+        except (EngineError, TimeoutError) as error:
+            log.warning("%s was left in the middle of a push: %s", slot.engine_id, error or f"no answer within {LEAVE_S:.0f} s")
 
     async def trusted(self, slot: EngineSlot, answer: Prefix) -> Prefix:
         """The tokens of this answer that verified weights made: all of them, but for a push that did not pass its checks.

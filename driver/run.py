@@ -63,6 +63,7 @@ class Run:
         db = LedgerDB(config.directory / "ledger.sqlite")
         ledger = db.load()
         store = EmbeddedStore(config.store_directory, config.store.capacity_bytes)
+        store.claim()
         feed = Feed(db, seed=config.seed, shuffle=config.shuffle, passes=config.stop.epochs)
         self.core = Core(config, ledger, db, feed, store)
         self.store = store
@@ -98,6 +99,7 @@ class Run:
             on_running_again=self.dispatch.enqueue,
             replace=lambda reason: self.processes.replace("trainer-0", reason),
         )
+        self.model_facts = orjson.loads((config.model.path / "config.json").read_bytes())
         self.processes = Processes(self)
         self.state = "starting"
         self.failure: str | None = None

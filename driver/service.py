@@ -31,6 +31,8 @@ from driver.datasets import DatasetError, read_rows, resolve_under, scorable
 from driver.feed import FeedError
 from driver.ledger_db import LedgerError
 from driver.run import Run
+from driver.settings import SECRETS
+from rollout.address import NotAllowed
 
 MAX_UPLOAD_BYTES = 4 << 30
 MAX_JSON_BYTES = 64 << 10
@@ -41,6 +43,11 @@ class PathSubmit(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
     path: str
+
+
+class EngineUrl(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    url: str = Field(description="http://HOST:PORT; the host must be one of service.engine_hosts")
 
 
 class Submitted(BaseModel):
@@ -133,7 +140,7 @@ def create_app(runs: dict[str, Run], *, token: str | None, loopback: bool, shutd
     @app.post("/v1/config/check", tags=["service"])
     async def check_config(config: Annotated[dict[str, Any], Body()], base: str = ".") -> dict[str, Any]:
         """Check a configuration as `headrace config check` does; paths in it are relative to `base`."""
-        return parse_config(config, Path(base)).model_dump(mode="json", exclude={"service": {"token"}})
+        return parse_config(config, Path(base)).model_dump(mode="json", exclude=SECRETS)
 
     @app.get("/v1/runs", tags=["runs"])
     async def list_runs() -> list[dict[str, Any]]:
@@ -172,6 +179,25 @@ def create_app(runs: dict[str, Run], *, token: str | None, loopback: bool, shutd
     @app.get("/v1/runs/{run}/engines", tags=["runs"])
     async def run_engines(run: RunDep) -> list[dict[str, Any]]:
         return observe.engines(run)
+
+    @app.post("/v1/runs/{run}/engines", tags=["engines"], status_code=201)
+    async def add_engine(run: RunDep, body: EngineUrl) -> dict[str, str]:
+        """Use an engine that runs elsewhere, from now on and after restarts; it gets the current weights before its first request."""
+        try:
+            engine_id = run.processes.outside.add(body.url)
+        except NotAllowed as error:
+            raise HTTPException(400, str(error)) from None
+        await run.core.db.durable()
+        return {"run_id": run.core.run_id, "engine_id": engine_id}
+
+    @app.delete("/v1/runs/{run}/engines/{engine_id}", tags=["engines"], status_code=202)
+    async def remove_engine(run: RunDep, engine_id: str) -> dict[str, str]:
+        """Send no more requests there; those that run there end there. One of the configuration comes back at the next start."""
+        if not run.processes.outside.remove(engine_id):
+            known = ", ".join(run.processes.outside.engines) or "none"
+            raise HTTPException(404, f"no engine {engine_id!r} was started elsewhere; of those this run uses {known}")
+        await run.core.db.durable()
+        return {"run_id": run.core.run_id, "engine_id": engine_id}
 
     @app.get("/v1/runs/{run}/processes", tags=["runs"])
     async def processes(run: RunDep) -> list[dict[str, Any]]:

@@ -13,13 +13,26 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from rollout.address import checked_url
 from rollout.sglang.spec import SglangSpec
 from trainer.layout import misplaced, nothing_to_offload
 from trainer.loss_spec import CriticSpec, LossSpec, check_critic
 
+SECRETS = {"service": {"token"}, "rollout": {"engine_api_key", "engine_admin_key"}}  # keys that are never shown
+
 
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+def _from_environment(value: str | None) -> str | None:
+    """A secret as it is, or the environment's variable that ${NAME} names."""
+    if value and value.startswith("${") and value.endswith("}"):
+        name = value[2:-1]
+        if not os.environ.get(name):
+            raise ValueError(f"the environment variable {name} is not set")
+        return os.environ[name]
+    return value
 
 
 class SamplingConfig(_Section):
@@ -35,7 +48,10 @@ class RolloutConfig(_Section):
         "embedded", description="embedded: ours, small models on the CPU; sglang: the real server"
     )
     sglang: SglangSpec = SglangSpec()
-    engines: int = Field(1, ge=1, le=64, description="engine processes started on this machine")
+    engines: int = Field(1, ge=0, le=64, description="engine processes started on this machine; 0 when all are elsewhere")
+    engine_urls: list[str] = Field([], description="engines that are started elsewhere, each as http://HOST:PORT")
+    engine_api_key: str | None = Field(None, description="of the engines at engine_urls; ${NAME} reads the environment")
+    engine_admin_key: str | None = Field(None, description="where they have one beside the API key; ${NAME} reads the environment")
     n: int = Field(8, ge=1, description="trajectories per sample; a group baseline needs at least 2")
     min_group: int = Field(2, ge=1, description="fewer ready trajectories than this and the sample is discarded whole")
     sampling: SamplingConfig = SamplingConfig()
@@ -50,6 +66,16 @@ class RolloutConfig(_Section):
     data_retries: int = Field(1, ge=0, description="a prompt or a score that fails by itself is tried again this often")
     engine_args: list[str] = Field([], description="further flags for the engine's command line")
     threads: int = Field(1, ge=1)
+
+    @field_validator("engine_urls")
+    @classmethod
+    def _addresses(cls, urls: list[str]) -> list[str]:
+        return [checked_url(url) for url in urls]
+
+    @field_validator("engine_api_key", "engine_admin_key")
+    @classmethod
+    def _secret(cls, value: str | None) -> str | None:
+        return _from_environment(value)
 
     @model_validator(mode="after")
     def _what_sglang_can(self) -> RolloutConfig:
@@ -240,6 +266,7 @@ class ServiceConfig(_Section):
     port: int = Field(8700, ge=0, le=65535, description="0: any free port, written to RUN_DIR/service.json")
     token: str | None = Field(None, description="bearer token; needed as soon as host is not loopback; ${NAME} reads the environment")
     data_roots: list[Path] = Field([], description="folders from which datasets may be read by path over REST")
+    engine_hosts: list[str] = Field([], description="where engines may be added over REST: HOST, HOST:PORT, or *.DOMAIN")
 
     @property
     def loopback(self) -> bool:
@@ -252,13 +279,8 @@ class ServiceConfig(_Section):
 
     @field_validator("token")
     @classmethod
-    def _from_environment(cls, value: str | None) -> str | None:
-        if value and value.startswith("${") and value.endswith("}"):
-            name = value[2:-1]
-            if not os.environ.get(name):
-                raise ValueError(f"the environment variable {name} is not set")
-            return os.environ[name]
-        return value
+    def _secret(cls, value: str | None) -> str | None:
+        return _from_environment(value)
 
     @model_validator(mode="after")
     def _token_beyond_loopback(self) -> ServiceConfig:
@@ -327,6 +349,8 @@ class RunConfig(_Section):
 
     @model_validator(mode="after")
     def _whole(self) -> RunConfig:
+        if not (self.rollout.engines or self.rollout.engine_urls or self.service.engine_hosts):
+            raise ValueError("rollout.engines is 0 and there is no other engine: give rollout.engine_urls, or service.engine_hosts")
         if self.rollout.min_group > self.rollout.n:
             raise ValueError(f"rollout.min_group ({self.rollout.min_group}) exceeds rollout.n ({self.rollout.n}): lower it to that")
         if self.rollout.n == 1 and self.trainer.critic is None:

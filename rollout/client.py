@@ -7,7 +7,6 @@ before a failure travels on the EngineError, so nothing that was sampled is lost
 
 import asyncio
 import base64
-import ipaddress
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
@@ -21,6 +20,7 @@ import orjson
 from httpx_aiohttp import HttpxAiohttpClient
 from tenacity import AsyncRetrying, retry_if_exception, stop_after_attempt, wait_exponential
 
+from rollout.address import is_loopback
 from rollout.answer import Answer, EngineError, EventSplitter, Generation, check_log_probs, error_text, malformed, refusal
 from rollout.capabilities import Capabilities, capabilities_of
 
@@ -28,6 +28,7 @@ Clock = Callable[[], float]
 OnTokens = Callable[[list[int], list[float], str], None]
 PauseMode = Literal["abort", "retract", "in_place"]
 
+OPEN_TO_API_KEY = ("/generate", "/model_info", "/server_info", "/v1/loads", "/health")
 INFO_S = 5.0  # reads of state
 CONTROL_S = 30.0  # pauses, flushes, versions
 WEIGHTS_S = 120.0  # memory and weights
@@ -47,14 +48,6 @@ def make_http(limits: httpx.Limits | None = None) -> httpx.AsyncClient:
     return HttpxAiohttpClient(limits=limits, timeout=None, trust_env=False)
 
 
-def is_loopback(host: str) -> bool:
-    """Of a name other than localhost nothing is asked: it is not."""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
 def ref_payload(ref: Mapping[str, Any], ranks: int = 1) -> list[str]:
     """`serialized_named_tensors` for the load format `headrace_store`: each rank gets the store's Ref, as JSON, never a pickle."""
     return [base64.b64encode(orjson.dumps(dict(ref))).decode()] * ranks
@@ -63,12 +56,16 @@ def ref_payload(ref: Mapping[str, Any], ranks: int = 1) -> list[str]:
 class EngineClient:
     """One engine at one URL. Raises EngineError, and nothing else, when an answer does not come or cannot be believed."""
 
-    def __init__(self, url: str, http: httpx.AsyncClient, api_key: str | None = None, *, vocab_size: int | None = None) -> None:
+    def __init__(
+        self, url: str, http: httpx.AsyncClient, api_key: str | None = None, *, admin_key: str | None = None, vocab_size: int | None = None
+    ) -> None:
+        """With both keys a server takes the admin key for an operator's calls alone, and the API key for all others."""
         self.url = url.rstrip("/")
         self.on_this_host = is_loopback(urlsplit(self.url).hostname or "")
         self.vocab_size = vocab_size
         self._http = http
         self._headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {api_key}"} if api_key else {})
+        self._admin_headers = self._headers | ({"authorization": f"Bearer {admin_key}"} if admin_key else {})
 
     async def generate(
         self,
@@ -234,6 +231,11 @@ class EngineClient:
     async def model_info(self) -> dict[str, Any]:
         return await self._read("/model_info")
 
+    async def says_version(self, *, deadline_s: float) -> str | None:
+        """The name of its weights, asked once: the shortest question that its HTTP side answers from what it knows."""
+        reply = await self._call("GET", "/model_info", None, deadline_s)
+        return reply.get("weight_version") if isinstance(reply, dict) else None
+
     async def capabilities(self) -> Capabilities:
         """EngineError `configuration` for a server that a run cannot use."""
         found = capabilities_of(await self._read("/server_info"), await self.model_info())
@@ -276,9 +278,10 @@ class EngineClient:
 
     async def _call(self, method: str, path: str, body: Mapping[str, Any] | None, deadline_s: float) -> Any:
         content = None if body is None else orjson.dumps(body)
+        headers = self._headers if path in OPEN_TO_API_KEY else self._admin_headers
         try:
             async with asyncio.timeout(deadline_s):
-                response = await self._http.request(method, self.url + path, content=content, headers=self._headers)
+                response = await self._http.request(method, self.url + path, content=content, headers=headers)
         except TimeoutError as late:
             raise EngineError("infrastructure", f"{self.url}{path}: no answer in {deadline_s:g} s") from late
         except BROKEN as problem:

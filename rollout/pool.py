@@ -121,6 +121,7 @@ class EnginePool:
 
     def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
         self.slots: dict[str, EngineSlot] = {}
+        self.absent: dict[str, str] = {}  # engines that belong to the run and cannot be used, with the reason
         self._monotonic = monotonic
         self._gone_busy_s = 0.0
         self._waiters: OrderedDict[Waiter, None] = OrderedDict()
@@ -236,12 +237,13 @@ class EnginePool:
 
     def why(self) -> str:
         """Why a request has to wait now, in words."""
+        absent = [f"{engine_id}: {reason}" for engine_id, reason in self.absent.items()]
         if not self.slots:
-            return "no engine is registered"
+            return "; ".join(["no engine is registered", *absent])
         open_slots = [slot for slot in self.slots.values() if slot.state == "open"]
         if open_slots:
             return f"{len(open_slots)} of {len(self.slots)} engines are open, with {sum(s.open_requests for s in open_slots)} requests"
-        return "no engine is open: " + "; ".join(f"{slot.engine_id} is {slot.state} ({slot.reason})" for slot in self.slots.values())
+        return "no engine is open: " + "; ".join([*(f"{s.engine_id} is {s.state} ({s.reason})" for s in self.slots.values()), *absent])
 
     def gauges(self) -> dict[str, float]:
         slots = list(self.slots.values())

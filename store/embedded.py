@@ -59,6 +59,7 @@ class EmbeddedStore:
         self._root = Path(os.path.abspath(root))
         self._objects, self._temp, self._freed = (self._root / name for name in ("objects", "temp", "freed"))
         self._account = Account(self._root / "account", self._count_bytes)
+        self._owner: int | None = None
         _raise_file_limit()
         if capacity_bytes is None:
             self._check_root()
@@ -74,6 +75,21 @@ class EmbeddedStore:
             balance.used_bytes = self._count_bytes()
             self._check_room(capacity_bytes, balance.used_bytes)
             balance.capacity_bytes = capacity_bytes
+
+    def claim(self) -> None:
+        """Be the one owner, for as long as this process lives or until `remove`. Raises ValueError when another process is."""
+        handle = os.open(self._root / "owner", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = os.pread(handle, 64, 0).decode() or "unknown"
+            os.close(handle)
+            raise ValueError(
+                f"another run (process {owner}) has its store in {self._root}: end it, or give this run another run_id or store.directory"
+            ) from None
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, str(os.getpid()).encode(), 0)
+        self._owner = handle
 
     @property
     def location(self) -> str:
@@ -184,9 +200,13 @@ class EmbeddedStore:
                 path.unlink(missing_ok=True)
             if directory.exists():
                 directory.rmdir()
-        (self._root / "account").unlink(missing_ok=True)
+        for name in ("account", "owner"):
+            (self._root / name).unlink(missing_ok=True)
         if self._root.exists():
             self._root.rmdir()
+        if self._owner is not None:
+            os.close(self._owner)
+            self._owner = None
 
     # Writing
 

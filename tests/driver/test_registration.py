@@ -31,7 +31,7 @@ class Process:
 @pytest.fixture
 def lab(tmp_path, monkeypatch):
     """Processes of a run with one engine, whose answer about its capabilities is `answer` (or raised)."""
-    core = SimpleNamespace(ring=lambda: None)
+    core = SimpleNamespace(ring=lambda: None, db=SimpleNamespace(query=lambda *_: []))
     config = SimpleNamespace(directory=tmp_path, rollout=SimpleNamespace(max_open_requests=4))
     run = SimpleNamespace(core=core, config=config, http=None, tokenizer=SimpleNamespace(vocab_size=10), pool=EnginePool())
     run.transports = Transports("auto", {})

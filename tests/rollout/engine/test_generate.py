@@ -173,6 +173,7 @@ def test_a_stop_string_is_found_trimmed_and_never_streamed_in_part(engine: Serve
     assert reply["output_ids"] == free["output_ids"][: place + 2]
     assert stop not in reply["text"] and free["text"].startswith(reply["text"])
     assert engine.generate(PROMPT, **sampling, no_stop_trim=True)["text"] == reply["text"] + stop
+    engine.post("/slow_down", {"forward_sleep_time": 0.01})
     events = stream(engine, {"input_ids": PROMPT, "sampling_params": sampling})
     assert len(events) > 1 and all(reply["text"].startswith(event["text"]) for event in events)
 

@@ -1,0 +1,148 @@
+"""Engines that somebody else starts: killed, started anew behind their address, stopped, added, removed, and left whole."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from driver.life import CHILD, free_port
+from tests.service import ServiceUnderTest
+from tests.test_whole import check_accounts
+
+BASE = Path(__file__).parents[1] / "examples/sort_digits/base"
+
+
+class Engine:
+    """An embedded engine of somebody else's, always at the same address."""
+
+    def __init__(self, directory: Path) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.id = f"127.0.0.1:{self.port}"
+        self.log = directory / f"engine-{self.port}.log"
+        self.start()
+
+    def start(self) -> None:
+        flags = ["--model-path", BASE, "--port", self.port, "--context-length", "256", "--stream-interval", "4"]
+        argv = [sys.executable, "-I", "-S", "-c", CHILD, str(os.getpid()), sys.executable, "-P", "-m", "rollout.engine", *map(str, flags)]
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(argv, stdout=log, stderr=log, start_new_session=True)
+
+    def ask(self, path: str) -> Any:
+        return httpx.get(self.url + path, trust_env=False, timeout=5).json()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(30)
+
+
+@pytest.fixture
+def engines(tmp_path) -> Iterator[Callable[[], Engine]]:
+    started: list[Engine] = []
+
+    def start() -> Engine:
+        started.append(Engine(tmp_path))
+        return started[-1]
+
+    yield start
+    for engine in started:
+        engine.kill()
+
+
+@pytest.fixture
+def service(tmp_path) -> Iterator[ServiceUnderTest]:
+    settings = ("rollout.engines=0", "batch.samples=6", "rollout.n=4", "checkpoint.every=4", "push.bucket_bytes=4096")
+    found = ServiceUnderTest(tmp_path / "run", *settings)
+    yield found
+    found.close()
+
+
+def state(service: ServiceUnderTest, engine: Engine) -> str:
+    return next((one["state"] for one in service.run("/engines") if one["engine_id"] == engine.id), "absent")
+
+
+def unpaused(engine: Engine) -> bool:
+    return httpx.get(engine.url + "/ready", trust_env=False, timeout=5).status_code == 200
+
+
+def test_E8_E16_engines_of_somebody_else_are_used_added_removed_and_known_by_their_version(service, engines):
+    first = engines()
+    service.up(f"rollout.engine_urls=[{first.url}]", "stop.batches=400", "service.engine_hosts=[127.0.0.1]")
+    assert service.submit().status_code == 201
+    service.wait(lambda s: s["trained_version"] >= 2, "two batches")
+
+    second = engines()
+    reply = service.http.post(f"{service.url}/v1/runs/sort-digits/engines", json={"url": second.url})
+    assert (reply.status_code, reply.json()["engine_id"]) == (201, second.id), reply.text
+    service.wait(lambda _: state(service, second) == "open", "the second engine")
+    version = service.run()["trained_version"]
+
+    # Killed and back at the same address: no request before a whole push.
+    first.kill()
+    service.wait(lambda _: state(service, first) == "absent", "it is noticed")
+    first.start()
+    service.wait(lambda s: state(service, first) == "open" and s["trained_version"] >= version + 2, "it is back")
+    (found,) = [one for one in service.run("/engines") if one["engine_id"] == first.id]
+    assert found["incarnation"] >= 2 and first.ask("/model_info")["weight_version"] == found["version"]
+
+    # One that leaves is not waited for, and what it goes on with is whole.
+    reply = service.http.delete(f"{service.url}/v1/runs/sort-digits/engines/{second.id}")
+    assert reply.status_code == 202
+    version = service.run()["trained_version"]
+    service.wait(lambda s: s["trained_version"] >= version + 2, "two batches without it")
+    service.http.post(f"{service.url}/v1/runs/sort-digits/drain")
+    status = service.wait(lambda s: s["state"] == "finished", "the end")
+    check_accounts(service, status)
+    assert status["trajectories"]["discarded"] == 0
+    assert unpaused(first) and unpaused(second)
+
+
+def test_a_run_waits_for_its_engines_in_words_and_refuses_other_addresses(service, engines):
+    url = f"http://127.0.0.1:{free_port()}"
+    service.up(f"rollout.engine_urls=[{url}]", "stop.batches=2", "service.engine_hosts=[127.0.0.1]")
+    service.submit()
+    service.wait(lambda s: "connection failed" in s["why"].get("rollout", {}).get("reason", ""), "the reason")
+    for other, words in (
+        ("http://10.0.0.1:1", "service.engine_hosts allows 127.0.0.1"),
+        ("file:///etc/passwd", "not the address of an engine"),
+        ("http://u:p@127.0.0.1:1", "carries a password"),
+        ("http://127.0.0.1:1/v1", "has a path"),
+    ):
+        reply = service.http.post(f"{service.url}/v1/runs/sort-digits/engines", json={"url": other})
+        assert reply.status_code == 400 and words in reply.json()["error"]["message"], reply.text
+    # Added ones are remembered over a restart of the driver.
+    engine = engines()
+    assert service.http.post(f"{service.url}/v1/runs/sort-digits/engines", json={"url": engine.url}).status_code == 201
+    service.kill()
+    service.up(f"rollout.engine_urls=[{url}]", "stop.batches=2")
+    status = service.wait(lambda s: s["state"] == "finished", "the end")
+    assert status["trained_version"] == 2
+
+
+def test_L3_a_driver_that_ends_in_a_push_leaves_no_engine_paused(service, engines):
+    engine = engines()
+    service.up(f"rollout.engine_urls=[{engine.url}]", "stop.batches=200")
+    service.submit()
+    service.wait(lambda s: s["trained_version"] >= 1, "a batch")
+    until = time.monotonic() + 60
+    while state(service, engine) != "shut":
+        assert time.monotonic() < until
+        time.sleep(0.002)
+    engine.process.send_signal(signal.SIGSTOP)  # so that the end falls into the push
+    assert service.process is not None
+    service.process.send_signal(signal.SIGTERM)
+    time.sleep(0.5)
+    engine.process.send_signal(signal.SIGCONT)
+    assert service.process.wait(60) == 0
+    assert unpaused(engine)
+    said = engine.ask("/model_info")["weight_version"]
+    assert said == "unfinished" or said.startswith("sort-digits/0/"), said
