@@ -173,8 +173,7 @@ class DistributedTransport:
             return old
         if old is not None:
             await _quietly(self.courier.close(old.name))
-            if old.engine == slot.incarnation:
-                await slot.client.leave_group(old.name)
+            await slot.client.leave_group(old.name)  # which a process started anew knows nothing of, and says so
             del self.groups[slot.engine_id]
         return await self._join(slot, life)
 

@@ -1,8 +1,8 @@
 """The processes of a run: which there are, how each is started, and what its coming and going means to the loops.
 
 Engines, the reward service, the trainer's warm parent, and the courier where pushes need one, are started and watched by the launcher;
-here its events become: an engine registers with the pool (and gets the newest weights before its first request), the reward service is attached, the trainer is brought
-to the ledger's version. A process that can not start at all fails the run with its own last words.
+here its events become: an engine registers with the pool (and gets the newest weights before its first request), the reward service is
+attached, the trainer is brought to the ledger's version. A process that can not start at all fails the run with its own last words.
 """
 
 from __future__ import annotations

@@ -10,10 +10,11 @@ import math
 import os
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from rollout.address import checked_url
+from rollout.address import checked_url, is_loopback
 from rollout.sglang.spec import SglangSpec
 from trainer.layout import misplaced, nothing_to_offload
 from trainer.loss_spec import CriticSpec, LossSpec, check_critic
@@ -329,8 +330,11 @@ class RunConfig(_Section):
 
     @property
     def needs_courier(self) -> bool:
-        """Some engine gets its weights by broadcasts, which a process of their own sends."""
-        return self.transport == "distributed"
+        """Some engine may get its weights by broadcasts, which a process of their own sends."""
+        if self.push.transport != "auto":
+            return self.push.transport == "distributed"
+        elsewhere = [urlsplit(url).hostname or "" for url in self.rollout.engine_urls] + self.service.engine_hosts
+        return not all(is_loopback(host) for host in elsewhere)
 
     @property
     def logprob_tolerance(self) -> float:
