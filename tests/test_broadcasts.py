@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import httpx
 import pytest
 
 from driver.checkpoint_files import tensor_shapes
@@ -21,7 +22,9 @@ from rollout.version import Version
 from store import EmbeddedStore, Ref
 from tests.courier import CourierProcess
 from tests.fleet import BASE, Engine, fleet
+from tests.service import ServiceUnderTest
 from tests.sglang_server import Weights
+from tests.test_whole import check_accounts
 
 BUCKETS = 4
 START_S = 60.0
@@ -107,6 +110,7 @@ async def test_L3_three_pushes_by_broadcasts_in_one_group_an_engine(engines, pro
         assert process.health() == {"role": "courier", "incarnation": process.incarnation, "groups": 2, "progress": sent + 3 * 2 * BUCKETS}
 
 
+@pytest.mark.slow
 async def test_E8_E16_an_engine_that_was_killed_gets_a_group_of_its_own_and_the_other_keeps_its(engines, process, weights, store):
     async with parts_of(engines, process) as parts:
         await parts.push(weights[0], store)
@@ -136,6 +140,7 @@ async def test_E4_E8_an_engine_killed_between_two_buckets_holds_up_nobody(engine
         assert list(outcomes) == ["engine-0"] and outcomes["engine-0"].verified
 
 
+@pytest.mark.slow
 async def test_E4_E6_an_engine_that_stops_in_mid_push_is_quarantined_and_the_other_commits(engines, process, weights, store):
     async with parts_of(engines, process, deadline_s=4.0) as parts:
         engines[0].proxy.arm(SEND, 2, lambda: engines[0].signal(signal.SIGSTOP))
@@ -175,6 +180,7 @@ async def test_E5_the_courier_killed_between_two_buckets_spoils_no_push(engines,
         assert all(o.verified for o in (await parts.push(weights[2], store)).values())
 
 
+@pytest.mark.slow
 async def test_E12_two_runs_of_one_name_push_at_once_and_share_nothing(engines, process, weights, store, tmp_path):
     other = CourierProcess(tmp_path)
     other.start()
@@ -188,3 +194,36 @@ async def test_E12_two_runs_of_one_name_push_at_once_and_share_nothing(engines, 
     finally:
         other.kill()
         second.remove()
+
+
+@pytest.mark.slow
+def test_E5_a_run_that_pushes_by_broadcasts_outlives_its_courier(tmp_path):
+    service = ServiceUnderTest(
+        tmp_path / "run",
+        "push.transport=distributed",
+        "push.bucket_bytes=65536",
+        "rollout.engines=2",
+        "batch.samples=4",
+        "rollout.n=4",
+        "stop.batches=8",
+    )
+
+    def courier() -> dict:
+        (found,) = [process for process in service.run("/processes") if process["role"] == "courier"]
+        return found
+
+    try:
+        service.up()
+        service.submit()
+        service.wait(lambda s: s["serving_version"] and s["serving_version"] >= 2, "two versions served")
+        first = courier()
+        assert httpx.get(first["url"] + "/health", trust_env=False).json()["groups"] == 2
+        os.kill(first["pid"], signal.SIGKILL)
+        status = service.wait(lambda s: s["state"] == "finished", "the end")
+        assert status["trained_version"] == 8 and status["trajectories"]["discarded"] == 0
+        check_accounts(service, status)
+        assert service.log("courier-0").count("Traceback") == 0
+        log = service.log()
+        assert "engine-0 (incarnation 1): " not in log and "engine-1 (incarnation 1): " not in log, "no engine was given up for it"
+    finally:
+        service.close()

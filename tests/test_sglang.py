@@ -15,6 +15,7 @@ import pytest
 
 from driver.agreement import Agreements
 from driver.checkpoint_files import tensor_shapes
+from driver.distributed import Courier, DistributedTransport
 from driver.push import Pusher
 from driver.snapshot import Snapshot
 from driver.transport import DiskTransport, Parcel, SharedMemoryTransport, Transport, Transports
@@ -23,6 +24,7 @@ from rollout.client import EngineClient, make_http
 from rollout.pool import EnginePool
 from rollout.version import Version
 from store import EmbeddedStore
+from tests.courier import CourierProcess
 from tests.sglang_server import BASE, Server, Weights, sglang_here
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -175,3 +177,42 @@ async def test_a_push_through_the_disk_is_the_same(server, store, tmp_path):
         (outcome,) = await parts.pusher.push_all(Weights(8).snapshot(store))
         assert outcome.verified and outcome.logprob_gap <= 1e-4, outcome
         assert list((tmp_path / "push").iterdir()) == []
+
+
+async def test_L3_a_push_by_broadcasts_is_the_same_as_through_shared_memory(server, store, tmp_path):
+    async def checksum(parts: Parts) -> str:
+        return (await parts.client.checksums())["per_engine_checksum"]
+
+    first, second = Weights(9), Weights(10)
+    async with parts_of(server) as parts:
+        (outcome,) = await parts.pusher.push_all(first.snapshot(store))
+        assert outcome.verified
+        expected = await checksum(parts)
+    process = CourierProcess(tmp_path)
+    process.start()
+    try:
+        async with make_http() as http:
+            courier = Courier(http)
+            courier.attach(process.url, process.incarnation)
+            transport = DistributedTransport(courier, tensor_shapes(BASE), run_id="t", deadline_s=60.0)
+            parts = Parts(http, server.url, transport)
+            names = set()
+            for weights, epoch in ((second, 0), (first, 1), (second, 1)):
+                (outcome,) = await parts.pusher.push_all(replace(weights.snapshot(store), epoch=epoch))
+                assert outcome.verified and outcome.logprob_gap <= 1e-4, outcome
+                names.add(transport.groups["engine-0"].name)
+                assert (await checksum(parts) == expected) is (weights is first)
+            assert len(names) == 1, "the group is kept"
+            answer = await parts.client.generate(PROMPT, {"temperature": 1.0, "max_new_tokens": 12}, "broadcast", stall_s=60)
+            expected_log_probs = second.log_probs([*PROMPT, *answer.output_ids])[len(PROMPT) - 1 :]
+            assert np.allclose(answer.log_probs, expected_log_probs, atol=1e-4)
+
+            process.kill()  # with the group open: the server is told by its connection, and joins the next courier's
+            courier.detach()
+            process.start()
+            courier.attach(process.url, process.incarnation)
+            (outcome,) = await parts.pusher.push_all(first.snapshot(store))
+            assert outcome.verified and await checksum(parts) == expected
+            assert transport.groups["engine-0"].name not in names
+    finally:
+        process.kill()

@@ -8,9 +8,8 @@ an engine that waits for bytes is told so by the kernel instead of by torch's ha
 
 from __future__ import annotations
 
-import queue
 import socket
-import threading
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,6 +24,7 @@ from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, T
 from store import Ref, open_store
 
 T = TypeVar("T")
+warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # the store's views; nothing here writes to one
 KEPT = 3  # staged buckets: the one that is sent, the next, and one for engines that are behind
 
 
@@ -67,58 +67,35 @@ class SendingGroup:
         self.port: int = listener.getsockname()[1]
         self._timeout_s = timeout_s
         self._group: Any = None
-        self._ended = False
-        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._ended = self._closed = False
         self._store: TCPStore | None = TCPStore(
             address, self.port, None, True, timedelta(seconds=timeout_s), wait_for_workers=False, master_listen_fd=listener.detach()
         )
-        threading.Thread(target=self._run, name=name, daemon=True).start()
-        self.joined = self._do(lambda: self._join(size, backend, address))
+        self._thread = ThreadPoolExecutor(1, name)
+        self.joined = self._thread.submit(self._guarded, lambda: self._join(size, backend, address))
 
     def send(self, staged: Future[torch.Tensor]) -> Future[None]:
-        """Broadcast these bytes as soon as they are there. An error of theirs, too, ends the group."""
-        return self._do(lambda: broadcast(self._group, staged.result(self._timeout_s)))
+        """Broadcast these bytes as soon as they are there. An error of theirs, too, ends the group. RuntimeError after `close`."""
+        return self._thread.submit(self._guarded, lambda: broadcast(self._group, staged.result(self._timeout_s)))
 
     def close(self) -> None:
         """Ends the group, after what its thread is doing. Idempotent."""
-        self._work.put(None)
+        if not self._closed:
+            self._closed = True
+            self._thread.submit(self._end)
+            self._thread.shutdown(wait=False)
 
     # ---- in the group's thread ------------------------------------------------------------------------------------------
 
-    def _do(self, action: Callable[[], T]) -> Future[T]:
-        future: Future[T] = Future()
-
-        def work() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                if self._ended:
-                    raise RuntimeError(f"the group {self.name} has ended")
-                result = action()
-            except Exception as error:
-                self._end()
-                future.set_exception(error)
-            else:
-                future.set_result(result)
-
-        self._work.put(work)
-        return future
-
-    def _run(self) -> None:
-        while not self._ended:
-            work = self._work.get()
-            if work is None:
-                break
-            work()
-            del work  # it holds the bytes
+    def _guarded(self, action: Callable[[], T]) -> T:
+        try:
+            if self._ended:
+                raise RuntimeError("the group has ended")
+            return action()
+        except Exception as error:
+            reason = str(error) or type(error).__name__
         self._end()
-        while True:  # what came after the end is told so
-            try:
-                work = self._work.get_nowait()
-            except queue.Empty:
-                return
-            if work is not None:
-                work()
+        raise RuntimeError(reason)  # not the first: whoever keeps that one keeps its frames, and with them the group and its sockets
 
     def _join(self, size: int, backend: str, address: str) -> None:
         self._group = process_group(backend, self._store, self.name, 0, size, address, self._timeout_s)

@@ -118,7 +118,7 @@ class Courier:
         try:
             await asyncio.wrap_future(future)
         except Exception as error:  # torch has many; whatever it was, the group has ended
-            self._groups.pop(name, None)
+            self.close(GroupRequest(group=name))
             print(f"courier: {name}: {what}: {error}", flush=True)
             raise Refusal(502, f"{what}: {error}") from None
 
