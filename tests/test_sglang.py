@@ -183,9 +183,10 @@ async def test_L3_a_push_by_broadcasts_is_the_same_as_through_shared_memory(serv
     async def checksum(parts: Parts) -> str:
         return (await parts.client.checksums())["per_engine_checksum"]
 
-    first, second = Weights(9), Weights(10)
+    second = Weights(10)
+    old, new = Weights(9).snapshot(store), second.snapshot(store)
     async with parts_of(server) as parts:
-        (outcome,) = await parts.pusher.push_all(first.snapshot(store))
+        (outcome,) = await parts.pusher.push_all(old)
         assert outcome.verified
         expected = await checksum(parts)
     process = CourierProcess(tmp_path)
@@ -197,11 +198,11 @@ async def test_L3_a_push_by_broadcasts_is_the_same_as_through_shared_memory(serv
             transport = DistributedTransport(courier, tensor_shapes(BASE), run_id="t", deadline_s=60.0)
             parts = Parts(http, server.url, transport)
             names = set()
-            for weights, epoch in ((second, 0), (first, 1), (second, 1)):
-                (outcome,) = await parts.pusher.push_all(replace(weights.snapshot(store), epoch=epoch))
+            for epoch, snapshot in enumerate((new, old, new)):
+                (outcome,) = await parts.pusher.push_all(replace(snapshot, epoch=epoch))
                 assert outcome.verified and outcome.logprob_gap <= 1e-4, outcome
                 names.add(transport.groups["engine-0"].name)
-                assert (await checksum(parts) == expected) is (weights is first)
+                assert (await checksum(parts) == expected) is (snapshot is old)
             assert len(names) == 1, "the group is kept"
             answer = await parts.client.generate(PROMPT, {"temperature": 1.0, "max_new_tokens": 12}, "broadcast", stall_s=60)
             expected_log_probs = second.log_probs([*PROMPT, *answer.output_ids])[len(PROMPT) - 1 :]
@@ -211,7 +212,7 @@ async def test_L3_a_push_by_broadcasts_is_the_same_as_through_shared_memory(serv
             courier.detach()
             process.start()
             courier.attach(process.url, process.incarnation)
-            (outcome,) = await parts.pusher.push_all(first.snapshot(store))
+            (outcome,) = await parts.pusher.push_all(replace(old, epoch=3))
             assert outcome.verified and await checksum(parts) == expected
             assert transport.groups["engine-0"].name not in names
     finally:

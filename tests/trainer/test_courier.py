@@ -48,6 +48,21 @@ def test_nccl_is_for_gpus_at_both_ends(here, engine, wanted, expected, monkeypat
             assert reply.status_code == 400 and expected in reply.json()["detail"]
 
 
+def test_the_next_bucket_is_made_ready_while_one_is_sent(store, monkeypatch):
+    refs = [store.put(f"r/w/{number}", {"a": np.ones(3, np.float32)}).to_wire() for number in range(2)]
+    first, then = ({"number": number, "refs": [ref], "names": ["a"]} for number, ref in enumerate(refs))
+    staged: list[list[tuple[str, int]]] = []
+    courier = Courier(1, torch.device("cpu"))
+    monkeypatch.setattr("trainer.broadcast.process_group", lambda *_: None)
+    monkeypatch.setattr("trainer.broadcast.broadcast", lambda *_: staged.append(list(courier._stage._made)))
+    with TestClient(build_app(courier)) as client:
+        client.post("/v1/open", json=OPEN)
+        assert client.post("/v1/send", json={"group": "g", "push": "p", "bucket": first, "then": then}).status_code == 200
+        assert staged == [[("p", 0), ("p", 1)]] and client.get("/health").json()["progress"] == 1
+        client.post("/v1/forget", json={"push": "p"})
+        assert not courier._stage._made
+
+
 def test_an_engine_that_does_not_come_is_said_after_the_groups_time_out_and_health_answers_meanwhile():
     with client_on("cpu") as client:
         assert client.post("/v1/open", json=OPEN).status_code == 200
