@@ -16,6 +16,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,11 +28,13 @@ from driver.datasets import DataRow
 from driver.events import Leaf, SampleDiscarded, SampleRegistered, TrajectoryDiscarded, TrajectoryReady, TrajectoryRetried
 from driver.ledger import DISCARDED, RUNNING, Sample, Trajectory
 from driver.push import Pusher
+from driver.routing import Routing
 from driver.scoring import ScoreFailed, Scoring
 from driver.watermark import Decision, Watermark
 from reward.wire import Job
 from rollout.answer import EngineError, Generation, Prefix, joined
-from rollout.pool import EnginePool
+from rollout.client import Clock, EngineClient
+from rollout.pool import EnginePool, Lease
 from rollout.tokens import TokenizerView
 from rollout.tree import Trajectory as Tree
 from rollout.tree import row_columns
@@ -46,6 +49,22 @@ class GivenUp(Exception):
     """This trajectory ends here; the text is its reason."""
 
 
+@dataclass(frozen=True)
+class Way:
+    """How a request goes: to one engine, that served `version`, or through a router, to any of those that served `versions`."""
+
+    client: EngineClient
+    clock: Clock
+    version: str | None
+    versions: frozenset[str] | None
+
+    def sure(self, prefix: Prefix) -> Prefix:
+        """Of an answer that broke off. A first chunk of other weights than were served may hold tokens from before them."""
+        if self.versions is None or (prefix.spans and prefix.spans[0][0] in self.versions):
+            return prefix
+        return Prefix()
+
+
 class Dispatch:
     def __init__(
         self,
@@ -57,7 +76,9 @@ class Dispatch:
         watermark: Watermark,
         *,
         on_discarded: Callable[[Sample, Trajectory], None],
+        routing: Routing | None = None,
     ) -> None:
+        self._routing = routing
         self._core = core
         self._pool = pool
         self._pusher = pusher
@@ -117,6 +138,9 @@ class Dispatch:
         core = self._core
         if core.paused or core.ending or core.stopping:
             core.waiting("rollout", "the run is paused" if core.paused else f"the run ends: {core.ending or 'stopped'}")
+            return None
+        if self._routing is not None and self._routing.reason is not None:
+            core.waiting("rollout", f"router {self._routing.client.url}: {self._routing.reason}")
             return None
         if self._room() <= 0:
             full = bool(self._pool.slots) and any(slot.state == "open" for slot in self._pool.slots.values())
@@ -315,27 +339,29 @@ class Dispatch:
             rid = f"{self._core.run_id}.{self._core.ledger.epoch}.{trajectory.traj_uid}.{turn:04d}.{tried:06d}.{part:06d}"
             request = {**sampling, "max_new_tokens": budget - len(kept.output_ids)}
             try:
+                if self._routing is not None:
+                    await self._routing.usable(ENGINE_WAIT_S)
                 async with self._pool.acquire(ENGINE_WAIT_S, f"trajectory {trajectory.traj_uid}", avoid=avoid) as lease:
-                    slot = lease.slot
+                    slot, way = lease.slot, self._way(lease)
                     try:
-                        answer = await lease.client.generate(
+                        answer = await way.client.generate(
                             [*prompt_ids, *kept.output_ids],
                             request,
                             rid,
                             stall_s=config.stall_s,
-                            clock=slot.clock,
-                            version=str(slot.verified),
+                            clock=way.clock,
+                            version=way.version,
                             on_tokens=self._count(trajectory, len(kept.output_ids)),
                         )
                     except EngineError as error:
-                        received = await self._pusher.trusted(slot, error.prefix)
+                        received = await self._pusher.trusted(way.sure(error.prefix))
                         kept = _extend(kept, received)
                         avoid = (slot.engine_id,)
                         if error.kind != "infrastructure":
                             raise GivenUp(f"{error.kind}: {error}") from error
                         self._retry(trajectory, "infrastructure", str(error))
                         continue
-                received = await self._pusher.trusted(slot, answer)
+                received = await self._pusher.trusted(answer)
                 if len(received.output_ids) == len(answer.output_ids) and answer.finish_reason != "abort":
                     return joined(kept, answer)
                 # Aborted by the engine, or made by weights that failed their check: go on from what is good.
@@ -346,6 +372,12 @@ class Dispatch:
             except TimeoutError as error:
                 self._retry(trajectory, "infrastructure", str(error))
         raise AssertionError("unreachable")
+
+    def _way(self, lease: Lease) -> Way:
+        if self._routing is None:
+            return Way(lease.client, lease.slot.clock, str(lease.slot.verified), None)
+        versions = frozenset(str(slot.verified) for slot in self._pool.slots.values() if slot.state == "open")
+        return Way(self._routing.client.engine, self._pool.clock, None, versions)
 
     def _count(self, trajectory: Trajectory, before: int) -> Callable[[list[int], list[float], str], None]:
         self.progress[trajectory.traj_uid] = before

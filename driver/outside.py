@@ -169,10 +169,8 @@ class Outside:
             await client.freeze_gc()
         incarnation = run.processes.last_incarnation(engine_id) + 1
         run.processes.note_incarnation(engine_id, incarnation)
-        slot = run.pool.register(engine_id, client, incarnation, run.config.rollout.max_open_requests, capabilities)
         log.info("engine %s is taken, as incarnation %d", engine_id, incarnation)
-        run.core.ring()
-        return slot
+        return run.processes.enroll(engine_id, client, incarnation, capabilities)
 
     async def _until_lost(self, watched: Watched, slot: EngineSlot) -> str:
         """Until it is silent, says another version, or is given up; the reason."""

@@ -25,7 +25,9 @@ from driver.outside import Outside
 from reward.client import RewardClient
 from reward.spec import RewardSpec, ScorerSpec
 from rollout.answer import EngineError
+from rollout.capabilities import Capabilities
 from rollout.client import EngineClient
+from rollout.pool import EngineSlot
 from rollout.sglang import launch
 from trainer.courier_wire import CourierSpec
 from trainer.spec import OptimizerSpec, TrainerSpec
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("headrace.processes")
 START_DEADLINE_S = 180.0
 STOP_DEADLINE_S = 10.0
+ALL_ENGINES = "all engines"  # their lives counted together
 HEARTBEAT_S = 2.0
 MISSES = 8  # on a busy laptop an HTTP thread may be starved for seconds; a process that hangs is replaced after 16 s
 
@@ -97,6 +100,12 @@ class Processes:
             self.outside.give_up(name, reason)
         elif name in self._launcher.processes:
             self._launcher.processes[name].kill(reason)
+
+    @property
+    def engine_urls(self) -> list[str]:
+        """Of all engines that belong to the run, also of those that cannot be used now."""
+        started = [] if self._launcher is None else [p.url for p in self._launcher.processes.values() if p.spec.role == "engine"]
+        return [*started, *(watched.url for watched in self.outside.engines.values())]
 
     @property
     def facts(self) -> list[dict[str, Any]]:
@@ -163,13 +172,20 @@ class Processes:
                 process.kill(f"it does not say what it can do: {error}")
             return
         if (process.state, process.incarnation) == ("ready", event.incarnation):
-            self._run.pool.register(name, client, event.incarnation, self._config.rollout.max_open_requests, capabilities)
-            self._core.ring()
+            self.enroll(name, client, event.incarnation, capabilities)
 
     def _asked(self, asking: asyncio.Task[None]) -> None:
         self._asking.discard(asking)
         if not asking.cancelled() and (error := asking.exception()) is not None and not self._lost.done():
             self._lost.set_exception(error)
+
+    def enroll(self, name: str, client: EngineClient, incarnation: int, capabilities: Capabilities) -> EngineSlot:
+        """Into the pool, under a number that no life of any engine of this run has had."""
+        self.note_incarnation(ALL_ENGINES, self.last_incarnation(ALL_ENGINES) + 1)
+        slot = self._run.pool.register(name, client, incarnation, self._config.rollout.max_open_requests, capabilities)
+        slot.life = self.last_incarnation(ALL_ENGINES)
+        self._core.ring()
+        return slot
 
     def _watcher_failed(self, error: BaseException) -> None:
         if not self._lost.done():

@@ -40,7 +40,7 @@ class Publisher:
 
     @staticmethod
     def _lacks(slot: EngineSlot, snapshot: Snapshot) -> bool:
-        return slot.state in ("starting", "open", "shut") and slot.verified != snapshot.label(slot.incarnation)
+        return slot.state in ("starting", "open", "shut") and slot.verified != snapshot.label(slot.life)
 
     def offer(self, snapshot: Snapshot) -> None:
         """A newer version; one that was not pushed yet is superseded by it."""

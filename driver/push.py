@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from driver.agreement import Agreements
-from driver.snapshot import PushRefused, Snapshot
+from driver.snapshot import MadeTokens, PushRefused, Snapshot
 from driver.transport import Parcel, StoreTransport, Transports
 from rollout.answer import EngineError, Prefix
 from rollout.client import EngineClient
@@ -59,8 +59,8 @@ class Pusher:
         self._deadline_s = deadline_s
         self._tolerance = logprob_tolerance
         self._replace = replace
-        self._verified: dict[tuple[str, str], None] = {}  # (engine_id, version text), the oldest first
-        self._pushing: dict[str, asyncio.Future[None]] = {}
+        self._verified: dict[str, None] = {}  # version texts, which name the engine too; the oldest first
+        self._pushing: dict[str, tuple[str, asyncio.Future[None]]] = {}  # engine_id → the version text on its way there, its end
         self.gap_max = 0.0
         self.seconds = 0.0
 
@@ -69,7 +69,7 @@ class Pusher:
 
         Raises SnapshotGone, and PushImpossible when the fault is the snapshot's or this host's.
         """
-        slots = [s for s in self._pool.slots.values() if s.verified != snapshot.label(s.incarnation) and s.state != "quarantined"]
+        slots = [s for s in self._pool.slots.values() if s.verified != snapshot.label(s.life) and s.state != "quarantined"]
         async with self._transports.prepared(snapshot, slots) as parcels:
             return list(await asyncio.gather(*(self.push(slot, snapshot, parcels[slot.engine_id]) for slot in slots)))
 
@@ -78,7 +78,7 @@ class Pusher:
         began = time.monotonic()
         reason = "unknown"
         decided: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._pushing[slot.engine_id] = decided
+        self._pushing[slot.engine_id] = (str(snapshot.label(slot.life)), decided)
         try:
             for attempt in (1, 2):
                 try:
@@ -90,7 +90,7 @@ class Pusher:
                 except (EngineError, PushRefused, TimeoutError) as error:
                     reason = str(error) or f"not done within {self._deadline_s:.0f} s"
                     log.warning("push of version %d to %s failed (attempt %d): %s", snapshot.version, slot.engine_id, attempt, reason)
-                    if slot.state == "gone":
+                    if slot.state == "gone" or isinstance(error, MadeTokens):
                         break
                     if attempt == 1:
                         await asyncio.sleep(AGAIN_S)
@@ -99,7 +99,7 @@ class Pusher:
                 await self._replace(slot, f"push of version {snapshot.version} failed: {reason}")
             return Outcome(slot.engine_id, False, time.monotonic() - began, None, reason)
         finally:
-            if self._pushing.get(slot.engine_id) is decided:
+            if self._pushing.get(slot.engine_id, ("", None))[1] is decided:
                 del self._pushing[slot.engine_id]
             decided.set_result(None)
 
@@ -109,7 +109,7 @@ class Pusher:
         Waits for the end of its push, if there is one: the calls of two hands together may be illegal.
         """
         if slot.engine_id in self._pushing:
-            await asyncio.wait([self._pushing[slot.engine_id]])
+            await asyncio.wait([self._pushing[slot.engine_id][1]])
         client: EngineClient = slot.client
         try:
             async with asyncio.timeout(LEAVE_S):
@@ -122,16 +122,18 @@ class Pusher:
         except (EngineError, TimeoutError) as error:
             log.warning("%s was left in the middle of a push: %s", slot.engine_id, error or f"no answer within {LEAVE_S:.0f} s")
 
-    async def trusted(self, slot: EngineSlot, answer: Prefix) -> Prefix:
+    async def trusted(self, answer: Prefix) -> Prefix:
         """The tokens of this answer that verified weights made: all of them, but for a push that did not pass its checks.
 
         While the push that made some of them is still being checked, waits for its end (bounded by the push's own deadlines).
         """
-        if not self._all_verified(slot, answer) and slot.engine_id in self._pushing:
-            await asyncio.shield(self._pushing[slot.engine_id])
+        doubtful = {version for version, _, _ in answer.spans if version not in self._verified}
+        for label, decided in list(self._pushing.values()) if doubtful else ():
+            if label in doubtful:
+                await asyncio.shield(decided)
         kept = 0
         for version, _, end in answer.spans:
-            if (slot.engine_id, version) not in self._verified:
+            if version not in self._verified:
                 break
             kept = end
         if kept == len(answer.output_ids):
@@ -139,12 +141,9 @@ class Pusher:
         spans = [(version, start, min(end, kept)) for version, start, end in answer.spans if start < kept]
         return Prefix(answer.output_ids[:kept], answer.log_probs[:kept], spans)
 
-    def _all_verified(self, slot: EngineSlot, answer: Prefix) -> bool:
-        return all((slot.engine_id, version) in self._verified for version, _, _ in answer.spans)
-
     async def _transaction(self, slot: EngineSlot, snapshot: Snapshot, parcel: Parcel, *, again: bool) -> float:
         client: EngineClient = slot.client
-        label = snapshot.label(slot.incarnation)
+        label = snapshot.label(slot.life)
         agreement = self._agreements.of(slot.capabilities)
         if slot.state != "shut":
             self._pool.shut(slot, f"version {snapshot.version} is being pushed")
@@ -164,13 +163,13 @@ class Pusher:
         await client.continue_generation()
         reported = (await client.model_info()).get("weight_version")
         if reported != str(label):
-            raise PushRefused(f"the engine says its weights are {reported!r}, not {str(label)!r}")
+            raise MadeTokens(f"the engine says its weights are {reported!r}, not {str(label)!r}")
         log_probs = await client.score_sequence(list(snapshot.canary_ids))
         gap = max((abs(a - b) for a, b in zip(log_probs, snapshot.canary_log_probs, strict=True)), default=0.0)
         if not gap <= self._tolerance:
-            raise PushRefused(f"log-probs of the fixed sequence differ by {gap:.2e} (tolerance {self._tolerance:.0e})")
+            raise MadeTokens(f"log-probs of the fixed sequence differ by {gap:.2e} (tolerance {self._tolerance:.0e})")
         agreement.passed(snapshot, sums)
-        self._verified[slot.engine_id, str(label)] = None
+        self._verified[str(label)] = None
         if len(self._verified) > REMEMBERED_VERSIONS:
             del self._verified[next(iter(self._verified))]
         self._pool.open(slot, label)

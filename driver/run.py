@@ -32,6 +32,7 @@ from driver.ledger_db import LedgerDB, LedgerError
 from driver.processes import Processes
 from driver.publish import Publisher
 from driver.push import Pusher
+from driver.routing import Routing
 from driver.scoring import Scoring
 from driver.settings import RunConfig
 from driver.snapshot import PushImpossible
@@ -40,6 +41,7 @@ from driver.transport import Transports
 from driver.watermark import Watermark
 from rollout.client import make_http
 from rollout.pool import EnginePool
+from rollout.router import RouterClient
 from rollout.tokens import TokenizerView
 from store import EmbeddedStore, Gone, Ref, StoreStats
 from trainer.client import TrainerRefused
@@ -86,8 +88,20 @@ class Run:
         self.scoring = Scoring(self.core, wait_s=config.reward.batch_wait_s, deadline_s=config.reward.deadline_s)
         watermark = Watermark(config.batch.samples * config.rollout.n)
         self.watermark = watermark
+        rollout = config.rollout
+        self.routing: Routing | None = None
+        if rollout.router_url is not None:
+            router = RouterClient(rollout.router_url, self.http, rollout.router_api_key, vocab_size=self.tokenizer.vocab_size)
+            self.routing = Routing(self.core, self.pool, router, rollout.engine_api_key, lambda: self.processes.engine_urls)
         self.dispatch = Dispatch(
-            self.core, self.pool, self.pusher, self.scoring, self.tokenizer, watermark, on_discarded=self._archive_discarded
+            self.core,
+            self.pool,
+            self.pusher,
+            self.scoring,
+            self.tokenizer,
+            watermark,
+            on_discarded=self._archive_discarded,
+            routing=self.routing,
         )
         self.training = Training(
             self.core,
@@ -138,6 +152,7 @@ class Run:
                 ("dispatch", self.dispatch.run()),
                 ("push", self.publisher.run()),
                 ("tick", self._tick_loop()),
+                *([("routing", self.routing.run())] if self.routing is not None else []),
             )
         ]
         stop = asyncio.create_task(self._stop.wait(), name="stop")

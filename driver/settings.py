@@ -19,7 +19,7 @@ from rollout.sglang.spec import SglangSpec
 from trainer.layout import misplaced, nothing_to_offload
 from trainer.loss_spec import CriticSpec, LossSpec, check_critic
 
-SECRETS = {"service": {"token"}, "rollout": {"engine_api_key", "engine_admin_key"}}  # keys that are never shown
+SECRETS = {"service": {"token"}, "rollout": {"engine_api_key", "engine_admin_key", "router_api_key"}}  # keys that are never shown
 
 
 class _Section(BaseModel):
@@ -51,6 +51,8 @@ class RolloutConfig(_Section):
     sglang: SglangSpec = SglangSpec()
     engines: int = Field(1, ge=0, le=64, description="engine processes started on this machine; 0 when all are elsewhere")
     engine_urls: list[str] = Field([], description="engines that are started elsewhere, each as http://HOST:PORT")
+    router_url: str | None = Field(None, description="a router (sglang-router, smg) that requests go through; engines are its workers")
+    router_api_key: str | None = Field(None, description="of the router; ${NAME} reads the environment")
     engine_api_key: str | None = Field(None, description="of the engines at engine_urls; ${NAME} reads the environment")
     engine_admin_key: str | None = Field(None, description="where they have one beside the API key; ${NAME} reads the environment")
     n: int = Field(8, ge=1, description="trajectories per sample; a group baseline needs at least 2")
@@ -73,7 +75,12 @@ class RolloutConfig(_Section):
     def _addresses(cls, urls: list[str]) -> list[str]:
         return [checked_url(url) for url in urls]
 
-    @field_validator("engine_api_key", "engine_admin_key")
+    @field_validator("router_url")
+    @classmethod
+    def _address(cls, url: str | None) -> str | None:
+        return None if url is None else checked_url(url)
+
+    @field_validator("engine_api_key", "engine_admin_key", "router_api_key")
     @classmethod
     def _secret(cls, value: str | None) -> str | None:
         return _from_environment(value)

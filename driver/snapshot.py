@@ -20,13 +20,17 @@ class Snapshot:
     canary_ids: tuple[int, ...]
     canary_log_probs: tuple[float, ...]
 
-    def label(self, incarnation: int) -> Version:
-        """What the engine is told to call these weights; a respawned engine no longer says it."""
-        return Version(self.run_id, self.epoch, self.version, incarnation)
+    def label(self, life: int) -> Version:
+        """What the engine is told to call these weights; a respawned engine no longer says it, and no other engine does."""
+        return Version(self.run_id, self.epoch, self.version, life)
 
 
 class PushRefused(RuntimeError):
     """The engine answered, and what it holds is not the snapshot."""
+
+
+class MadeTokens(PushRefused):
+    """It was refused when it ran again: what it made carries the version's name, so that name is not given to this engine a second time."""
 
 
 class SnapshotGone(RuntimeError):

@@ -41,6 +41,7 @@ class EngineSlot:
         self.engine_id = engine_id
         self.client = client
         self.incarnation = incarnation
+        self.life = incarnation  # the number in its version texts; a run counts the lives of all its engines
         self.capacity = capacity
         self.state: State = "starting"
         self.reason = "registered, not verified yet"
@@ -123,6 +124,7 @@ class EnginePool:
         self.slots: dict[str, EngineSlot] = {}
         self.absent: dict[str, str] = {}  # engines that belong to the run and cannot be used, with the reason
         self._monotonic = monotonic
+        self._some_shut = Stopwatch(monotonic)
         self._gone_busy_s = 0.0
         self._waiters: OrderedDict[Waiter, None] = OrderedDict()
 
@@ -142,22 +144,32 @@ class EnginePool:
         self.slots[engine_id] = slot
         return slot
 
+    def clock(self) -> float:
+        """Seconds that pass only while no gate is shut: the clock of requests whose engine somebody else chooses."""
+        return self._monotonic() - self._some_shut.elapsed_s()
+
+    def _look_at_gates(self) -> None:
+        self._some_shut.run(any(slot.state == "shut" for slot in self.slots.values()))
+
     def open(self, slot: EngineSlot, verified: Version) -> None:
         """Let requests in: the engine was seen to carry `verified`."""
-        if verified.incarnation != slot.incarnation:
-            raise ValueError(f"engine {slot.engine_id} is incarnation {slot.incarnation}, but {verified} was verified on another one")
+        if verified.incarnation != slot.life:
+            raise ValueError(f"engine {slot.engine_id} is life {slot.life}, but {verified} was verified on another one")
         slot._go("open", f"serves {verified}")
         slot.verified = verified
+        self._look_at_gates()
         self._hand_out()
 
     def shut(self, slot: EngineSlot, reason: str) -> None:
         """No new requests. Those that are open stay, and their clock stands still until the gate opens."""
         slot._go("shut", reason)
+        self._look_at_gates()
 
     def quarantine(self, slot: EngineSlot, reason: str) -> None:
         """Not to be trusted. The clock of its open requests runs again, so that they end and go elsewhere."""
         slot._go("quarantined", reason)
         slot.verified = None
+        self._look_at_gates()
 
     def gone(self, slot: EngineSlot, reason: str) -> None:
         """This life of the engine is over."""
@@ -165,6 +177,7 @@ class EnginePool:
         slot.verified = None
         if self.slots.get(slot.engine_id) is slot:
             del self.slots[slot.engine_id]
+            self._look_at_gates()
             self._gone_busy_s += slot.busy_s()
             self._hand_out()  # somebody may have waited for this engine's sake, avoiding another
 

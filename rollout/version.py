@@ -9,7 +9,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """One set of weights on one life of an engine. `str()` gives the text the engine carries."""
+    """One set of weights on one life of an engine. `str()` gives the text the engine carries.
+
+    `incarnation` counts the lives of all engines of a run, so that a text names one engine too (whichever a router has chosen).
+    """
 
     run: str
     epoch: int

@@ -132,7 +132,7 @@ async def test_L3_requests_in_flight_go_on_over_a_push_and_each_token_is_of_the_
             mixed += len(answer.spans) == 2
             for version, start, end in answer.spans:
                 assert np.allclose(answer.log_probs[start:end], expected[version][start:end], atol=1e-4), (i, version, start, end)
-            assert (await parts.pusher.trusted(parts.slot, answer)) is answer
+            assert (await parts.pusher.trusted(answer)) is answer
         assert mixed >= 1, "no request was in flight"
 
 

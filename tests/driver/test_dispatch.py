@@ -74,7 +74,7 @@ def parts(tmp_path):
         for number, engine in enumerate(made):
             slot = pool.register(f"engine-{number}", engine, 1, 4)  # type: ignore[arg-type]
             pool.open(slot, Version("run", 0, 0, 1))
-            pusher._verified[slot.engine_id, VERSION] = None
+            pusher._verified[VERSION] = None
 
     yield dispatch, ledger.samples[0].trajectories[0], engines
     db.close()

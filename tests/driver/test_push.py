@@ -190,9 +190,35 @@ async def test_L3_tokens_of_weights_that_failed_their_check_are_cut_and_verified
     pushing = asyncio.create_task(pusher.push_all(later))
     while slot.state != "shut":  # noqa: ASYNC110 - the scripted engine steps with the loop
         await asyncio.sleep(0)
-    trusted = await pusher.trusted(slot, answer)  # waits for the push to be decided
+    trusted = await pusher.trusted(answer)  # waits for the push to be decided
     assert slot.state == "quarantined"
     assert trusted == Prefix([1, 2], [-0.1] * 2, [(old, 0, 2)])
     await pushing
     whole = Prefix([1, 2], [-0.1] * 2, [(old, 0, 2)])
-    assert await pusher.trusted(slot, whole) is whole
+    assert await pusher.trusted(whole) is whole
+
+
+async def test_L3_E5_an_engine_that_is_left_is_not_paused_and_not_under_a_versions_name(parts):
+    pool, engine, slot, _, pusher = parts
+    pool.shut(slot, "a push that was cut short")
+    engine.paused = engine.session = True
+    engine.version = "run/0/3/7"
+    await pusher.leave(slot)
+    assert (engine.paused, engine.released, engine.session) == (False, False, False)
+    assert engine.version == "unfinished"
+
+
+async def test_E11_A5_weights_that_made_tokens_and_were_refused_give_the_name_away_for_good(parts):
+    """What they made says `run/0/3/7`; if a second try were let through, those tokens would count as its own."""
+    _, engine, slot, replaced, pusher = parts
+    wrong, engine.log_probs = [-1.0, -2.5], [-1.0, -2.5]
+    answers = [wrong, [-1.0, -2.0]]
+
+    async def score_sequence(ids: list[int]) -> list[float]:
+        return answers.pop(0)
+
+    engine.score_sequence = score_sequence
+    (outcome,) = await pusher.push_all(SNAPSHOT)
+    assert not outcome.verified and slot.state == "quarantined" and len(replaced) == 1
+    made = Prefix([1], [-1.0], [("run/0/3/7", 0, 1)])
+    assert (await pusher.trusted(made)).output_ids == []

@@ -31,7 +31,7 @@ class Process:
 @pytest.fixture
 def lab(tmp_path, monkeypatch):
     """Processes of a run with one engine, whose answer about its capabilities is `answer` (or raised)."""
-    core = SimpleNamespace(ring=lambda: None, db=SimpleNamespace(query=lambda *_: []))
+    core = SimpleNamespace(ring=lambda: None, db=SimpleNamespace(query=lambda *_: [], write=lambda _: None))
     config = SimpleNamespace(directory=tmp_path, rollout=SimpleNamespace(max_open_requests=4))
     run = SimpleNamespace(core=core, config=config, http=None, tokenizer=SimpleNamespace(vocab_size=10), pool=EnginePool())
     run.transports = Transports("auto", {})
@@ -65,6 +65,7 @@ async def test_an_engine_registers_with_what_it_can_do(lab):
     assert not (await lab.ready()).done()
     slot = lab.pool.slots["engine-0"]
     assert (slot.incarnation, slot.capacity, slot.capabilities) == (3, 4, CURRENT)
+    assert slot.life == 1, "the first life of any engine of this run"
     assert lab.frozen == 1, "or every push waits for the server's garbage collector"
 
 

@@ -1,0 +1,167 @@
+"""Engines of somebody else's: when they are taken, given up and taken again, and which addresses are refused."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from driver import outside
+from driver.outside import Outside
+from rollout.address import NotAllowed, allowed_host, checked_url, engine_id_of
+from rollout.answer import EngineError
+from rollout.capabilities import capabilities_of
+from rollout.client import EngineClient
+from rollout.pool import EnginePool
+from rollout.version import Version
+
+CURRENT = capabilities_of({"version": "0.5.23"}, {})
+
+
+@pytest.fixture
+def lab(monkeypatch):
+    """One engine at http://far:1 that says `version`, or raises it; what is asked of the rest of the run is scripted."""
+    monkeypatch.setattr(outside, "HEARTBEAT_S", 0.01)
+    monkeypatch.setattr(outside, "FIRST_PAUSE_S", 0.01)
+    pool, lives, left = EnginePool(), [], []
+
+    def enroll(name, client, incarnation, capabilities):
+        lives.append(incarnation)
+        return pool.register(name, client, incarnation, 4, capabilities)
+
+    async def leave(slot):
+        left.append(slot.incarnation)
+
+    config = SimpleNamespace(
+        rollout=SimpleNamespace(engine_urls=["http://far:1"], engine_api_key=None, engine_admin_key=None),
+        service=SimpleNamespace(engine_hosts=[]),
+    )
+    run = SimpleNamespace(
+        pool=pool,
+        config=config,
+        http=None,
+        tokenizer=SimpleNamespace(vocab_size=10),
+        model_facts={"architectures": ["A"]},
+        core=SimpleNamespace(ring=lambda: None, db=SimpleNamespace(query=lambda *_: [], write=lambda _: None)),
+        transports=SimpleNamespace(name_for=lambda *_: "disk"),
+        pusher=SimpleNamespace(leave=leave),
+        processes=SimpleNamespace(enroll=enroll, last_incarnation=lambda _: len(lives), note_incarnation=lambda *_: None),
+    )
+    lab = SimpleNamespace(pool=pool, lives=lives, left=left, version="default", model={"architectures": ["A"]}, failed=[])
+
+    async def says_version(_client, *, deadline_s):
+        if isinstance(lab.version, Exception):
+            raise lab.version
+        return lab.version
+
+    async def capabilities(_client):
+        return CURRENT
+
+    async def nothing(_client):
+        pass
+
+    async def model_info(_client):
+        return lab.model
+
+    monkeypatch.setattr(EngineClient, "says_version", says_version)
+    monkeypatch.setattr(EngineClient, "capabilities", capabilities)
+    monkeypatch.setattr(EngineClient, "freeze_gc", nothing)
+    monkeypatch.setattr(EngineClient, "model_info", model_info)
+    lab.outside = Outside(run, lab.failed.append)
+    return lab
+
+
+async def until(condition) -> None:
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.002)
+
+
+def slot(lab):
+    return lab.pool.slots.get("far:1")
+
+
+def serve(lab, version: int) -> None:
+    label = Version("r", 0, version, slot(lab).life)
+    lab.version = str(label)
+    lab.pool.open(slot(lab), label)
+
+
+async def test_E8_one_that_no_longer_says_its_version_is_taken_anew(lab):
+    lab.outside.start()
+    await until(lambda: slot(lab) is not None)
+    serve(lab, 3)
+    await asyncio.sleep(0.05)
+    assert lab.lives == [1], "it says what it should"
+    lab.version = "default"
+    await until(lambda: lab.lives == [1, 2])
+    assert slot(lab).state == "starting" and slot(lab).verified is None, "no request before a whole push"
+    assert lab.left == [], "nothing of ours was in progress there"
+    await lab.outside.stop()
+
+
+async def test_L2_a_silent_one_is_gone_after_some_misses_and_taken_again_when_it_speaks(lab):
+    lab.outside.start()
+    await until(lambda: slot(lab) is not None)
+    serve(lab, 3)
+    lab.version = EngineError("infrastructure", "no answer")
+    await until(lambda: slot(lab) is None or slot(lab).incarnation > 1)
+    assert "no answer, 4 times in a row" in lab.pool.why() or lab.lives == [1, 2]
+    await lab.outside.stop()
+
+
+async def test_E3_one_that_failed_its_push_is_left_whole_and_taken_again(lab):
+    lab.outside.start()
+    await until(lambda: slot(lab) is not None)
+    lab.pool.quarantine(slot(lab), "checksums")
+    lab.outside.give_up("far:1", "checksums")
+    await until(lambda: lab.lives == [1, 2])
+    assert lab.left == [1]
+    await lab.outside.stop()
+
+
+async def test_E10_another_model_is_not_taken_and_the_reason_is_shown(lab):
+    lab.model = {"architectures": ["B"]}
+    lab.outside.start()
+    await until(lambda: "serves a ['B']" in lab.pool.why())
+    assert slot(lab) is None and lab.lives == []
+    await lab.outside.stop()
+    assert lab.failed == []
+
+
+@pytest.mark.parametrize(
+    ("url", "hosts", "allowed"),
+    [
+        ("http://a:1", ["a"], True),
+        ("http://A:1/", ["a:1"], True),
+        ("http://a:2", ["a:1"], False),
+        ("http://x.gpu.local:1", ["*.gpu.local"], True),
+        ("http://gpu.local:1", ["*.gpu.local"], False),
+        ("http://evilgpu.local:1", ["*.gpu.local"], False),
+        ("http://[::1]:1", ["::1"], True),
+        ("http://[::1]:1", ["[::1]:1"], True),
+        ("http://[::1]:2", ["[::1]:1"], False),
+        ("http://a:1", [], False),
+        ("http://127.0.0.1:1", ["localhost"], False),
+    ],
+)
+def test_engines_may_be_added_where_the_configuration_allows(url, hosts, allowed):
+    if allowed:
+        allowed_host(url, hosts)
+    else:
+        with pytest.raises(NotAllowed, match=r"service\.engine_hosts allows"):
+            allowed_host(url, hosts)
+
+
+@pytest.mark.parametrize(
+    "url", ["a:1", "ftp://a:1", "http://", "http://a:99999", "http://u:p@a:1", "http://a:1/x", "http://a:1?q", "http://a:1#f"]
+)
+def test_what_is_not_an_engines_address_is_refused_in_words(url):
+    with pytest.raises(NotAllowed):
+        checked_url(url)
+
+
+def test_an_address_has_one_name():
+    assert engine_id_of("http://Host:30000/") == engine_id_of("http://host:30000") == "host:30000"
+    assert engine_id_of("http://[::1]:1") == "[::1]:1"
