@@ -16,7 +16,7 @@ import logging
 import secrets
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
@@ -107,6 +107,8 @@ class Group:
     name: str
     engine: int
     courier: int
+    address: str = ""
+    """Where the courier is, for the engine."""
     intact: bool = True
 
 
@@ -196,6 +198,7 @@ class DistributedTransport:
                     timeout_s=self._deadline_s,
                 )
             )
+            group = self.groups[slot.engine_id] = replace(group, address=opened.address)
             joining = slot.client.join_group(
                 opened.address, opened.port, name, size=size, backend=opened.backend, deadline_s=self._deadline_s
             )
@@ -210,7 +213,7 @@ class DistributedTransport:
     async def _spoil(self, engine_id: str, group: Group) -> None:
         """Also when the push was cancelled: an engine in the middle of a bucket must not wait for the rest of it."""
         if self.groups.get(engine_id) == group:
-            self.groups[engine_id] = Group(group.name, group.engine, group.courier, intact=False)
+            self.groups[engine_id] = replace(group, intact=False)
         await _quietly(self.courier.close(group.name))
 
 

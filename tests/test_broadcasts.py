@@ -5,17 +5,22 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Literal
 
 import httpx
 import pytest
 
 from driver.checkpoint_files import tensor_shapes
 from driver.distributed import Courier, DistributedTransport
+from driver.life import CHILD, free_port
 from driver.push import Outcome, Pusher
 from driver.transport import Transports
+from rollout.answer import EngineError
 from rollout.client import EngineClient, make_http
 from rollout.pool import EnginePool, EngineSlot
 from rollout.version import Version
@@ -25,6 +30,7 @@ from tests.fleet import BASE, Engine, fleet
 from tests.service import ServiceUnderTest
 from tests.sglang_server import Weights
 from tests.test_whole import check_accounts
+from trainer.courier import address_towards
 
 BUCKETS = 4
 START_S = 60.0
@@ -62,12 +68,12 @@ def process(tmp_path_factory) -> Iterator[CourierProcess]:
 class Parts:
     """A run's pusher, its engines and its hold on a courier."""
 
-    def __init__(self, http, process: CourierProcess, deadline_s: float) -> None:
+    def __init__(self, http, process: CourierProcess, deadline_s: float, wanted: Literal["auto", "distributed"] = "distributed") -> None:
         self.http, self.pool, self.replaced = http, EnginePool(), dict[str, str]()
         self.courier = Courier(http)
         self.courier.attach(process.url, process.incarnation)
         self.transport = DistributedTransport(self.courier, tensor_shapes(BASE), run_id="t", deadline_s=deadline_s)
-        transports = Transports("distributed", {"distributed": lambda: self.transport})
+        transports = Transports(wanted, {"distributed": lambda: self.transport})
         self.pusher = Pusher(self.pool, deadline_s=deadline_s, logprob_tolerance=1e-4, replace=self._replace, transports=transports)
 
     async def _replace(self, slot: EngineSlot, reason: str) -> None:
@@ -108,6 +114,40 @@ async def test_L3_three_pushes_by_broadcasts_in_one_group_an_engine(engines, pro
             names.append(parts.names())
         assert names[0] == names[1] == names[2] and len(set(names[0].values())) == 2
         assert process.health() == {"role": "courier", "incarnation": process.incarnation, "groups": 2, "progress": sent + 3 * 2 * BUCKETS}
+
+
+def start_at(address: str, port: int, log_path: Path) -> subprocess.Popen[bytes]:
+    flags = ["--model-path", str(BASE), "--host", address, "--port", str(port), "--context-length", "256"]
+    argv = [sys.executable, "-I", "-S", "-c", CHILD, str(os.getpid()), sys.executable, "-P", "-m", "rollout.engine", *flags]
+    with log_path.open("wb") as log:
+        return subprocess.Popen(argv, stdout=log, stderr=log, start_new_session=True)
+
+
+async def test_an_engine_at_another_address_gets_its_weights_by_broadcasts_without_being_told_so(process, weights, store, tmp_path):
+    """As on another host: its URL is not loopback, and neither is where the courier listens and the bytes go."""
+    try:
+        address = address_towards("192.0.2.200")
+    except OSError:
+        pytest.skip("this host has no address but loopback")
+    port = free_port()
+    engine = start_at(address, port, tmp_path / "engine.log")
+    try:
+        async with make_http() as http, asyncio.timeout(START_S):
+            parts = Parts(http, process, 30.0, wanted="auto")
+            client = EngineClient(f"http://{address}:{port}", http)
+            while True:
+                try:
+                    slot = parts.pool.register("engine-0", client, 1, 16, await client.capabilities())
+                    break
+                except EngineError:
+                    await asyncio.sleep(0.1)
+            outcomes = await parts.push(weights[1], store)
+            assert outcomes["engine-0"].verified and slot.verified == Version("t", 0, 1, 1), outcomes
+            assert parts.transport.groups["engine-0"].address == address
+            await parts.courier.close(parts.names()["engine-0"])
+    finally:
+        engine.kill()
+        engine.wait(30)
 
 
 @pytest.mark.slow

@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from driver.distributed import DistributedTransport
+from driver.distributed import Courier, DistributedTransport
 from driver.snapshot import PushImpossible, Snapshot
 from driver.transport import SHARED_MEMORY
 from rollout.answer import EngineError
 from rollout.capabilities import capabilities_of
+from rollout.client import make_http
 from rollout.pool import EnginePool, EngineSlot
 from store import Column, EmbeddedStore
 from trainer.courier_wire import Opened, OpenRequest, SendRequest
@@ -187,3 +188,18 @@ async def test_E10_E11_names_and_shapes_are_compared_before_anybody_is_told_anyt
     with pytest.raises(PushImpossible, match=r"wide.weight is \[2, 3\] in the snapshot and \[3, 2\]"):
         await lab.push(snapshot)
     assert lab.courier.calls == [] and lab.engine.calls == []
+
+
+async def test_E5_a_push_waits_for_the_courier_s_next_life():
+    async with make_http() as http:
+        courier = Courier(http)
+        courier.attach("http://127.0.0.1:1", 1)
+        assert await courier.life() == 1
+        courier.detach()
+        waiting = asyncio.create_task(courier.life())
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        courier.attach("http://127.0.0.1:1", 2)
+        assert await waiting == 2
+        with pytest.raises(EngineError, match="the courier is lost"):
+            await courier.close("g")
