@@ -68,11 +68,9 @@ class SendingGroup:
         self._timeout_s = timeout_s
         self._group: Any = None
         self._ended = self._closed = False
-        self._store: TCPStore | None = TCPStore(
-            address, self.port, None, True, timedelta(seconds=timeout_s), wait_for_workers=False, master_listen_fd=listener.detach()
-        )
+        self._store: TCPStore | None = None
         self._thread = ThreadPoolExecutor(1, name)
-        self.joined = self._thread.submit(self._guarded, lambda: self._join(size, backend, address))
+        self.joined = self._thread.submit(self._guarded, lambda: self._join(listener, size, backend, address))
 
     def send(self, staged: Future[torch.Tensor]) -> Future[None]:
         """Broadcast these bytes as soon as they are there. An error of theirs, too, ends the group. RuntimeError after `close`."""
@@ -97,7 +95,10 @@ class SendingGroup:
         self._end()
         raise RuntimeError(reason)  # not the first: whoever keeps that one keeps its frames, and with them the group and its sockets
 
-    def _join(self, size: int, backend: str, address: str) -> None:
+    def _join(self, listener: socket.socket, size: int, backend: str, address: str) -> None:
+        timeout = timedelta(seconds=self._timeout_s)
+        handle = listener.detach()  # which is the store's from here on
+        self._store = TCPStore(address, self.port, None, True, timeout, wait_for_workers=False, master_listen_fd=handle)
         self._group = process_group(backend, self._store, self.name, 0, size, address, self._timeout_s)
 
     def _end(self) -> None:
