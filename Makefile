@@ -82,6 +82,7 @@ figures: setup
 	$(BIN)/python -m benchmarks.overlap --quick
 	$(BIN)/python -m benchmarks.start --quick
 	$(BIN)/python -m benchmarks.trainer --quick
+	$(BIN)/python -m benchmarks.recovery --quick
 
 clean:
 	rm -rf $(VENV) $(SGLANG_VENV) dist runs demo_summary.json

@@ -1,10 +1,11 @@
-"""`headrace doctor`: what this machine can do, and whether a configuration can run on it. Nothing is started and no torch imported.
+"""`headrace doctor`: what this machine and these engines can do, and whether a configuration can run. It starts nothing, imports no torch.
 
 Each finding says what was looked at, whether a run needs it, and for what is missing the remedy.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import resource
 import socket
@@ -17,7 +18,11 @@ from typing import Literal
 
 from driver.config import ConfigError, load_config, weights_bytes
 from driver.settings import RunConfig
+from driver.transport import Transports
+from rollout.answer import EngineError
 from rollout.capabilities import TRIED
+from rollout.client import EngineClient, make_http
+from rollout.router import RouterClient
 from rollout.sglang.spec import SglangSpec, has_cuda_device, located, version_of
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -42,11 +47,49 @@ def examine(path: Path | None, overrides: list[str]) -> list[Finding]:
     if path is not None:
         try:
             config = load_config(path, overrides)
-            findings.append(Finding("configuration", "ok", f"{path}: run {config.run_id}, {config.rollout.engines} engine(s)"))
+            engines = config.rollout.engines + len(config.rollout.engine_urls)
+            findings.append(Finding("configuration", "ok", f"{path}: run {config.run_id}, {engines} engine(s)"))
         except ConfigError as error:
             findings.append(Finding("configuration", "missing", str(error)))
     findings += [_trainer(config), _gpu(), _transformer_engine(), _sglang(config), _shared_memory(config), _files(config), _cores(config)]
+    if config is not None and (config.rollout.engine_urls or config.rollout.router_url):
+        findings += asyncio.run(_elsewhere(config))
     return findings + list(_port(config))
+
+
+async def _elsewhere(config: RunConfig) -> list[Finding]:
+    """Engines that are started elsewhere, and a router, asked as a run would ask them."""
+    rollout = config.rollout
+    async with make_http() as http:
+        clients = [EngineClient(url, http, rollout.engine_api_key, admin_key=rollout.engine_admin_key) for url in rollout.engine_urls]
+        findings = list(await asyncio.gather(*(_engine(client, Transports(config.push.transport, {})) for client in clients)))
+        if rollout.router_url is not None:
+            findings.append(await _router(RouterClient(rollout.router_url, http, rollout.router_api_key)))
+    return findings
+
+
+async def _engine(client: EngineClient, transports: Transports) -> Finding:
+    what = f"engine {client.url}"
+    try:
+        can = await client.capabilities()
+        transport = transports.name_for(client, can)
+    except EngineError as error:
+        return Finding(what, "missing", f"{error}; start it, or take it out of rollout.engine_urls")
+    kind = "embedded, as SGLang" if can.embedded else "SGLang"
+    tried = "" if can.version == TRIED else f" (tried: {TRIED})"
+    facts = [f"tp {can.tensor_parallel}", f"weights by {transport}"]
+    facts += [f"speculative decoding ({can.speculative}: not tried)"] * bool(can.speculative) + ["routed experts"] * can.routed_experts
+    facts += [f"expert parallelism {can.expert_parallel} (not tried)"] * (can.expert_parallel > 1)
+    facts.append("a release frees memory" if can.memory_saver else "a release frees no memory (no --enable-memory-saver)")
+    return Finding(what, "ok", f"{kind} {can.version}{tried}; " + ", ".join(facts))
+
+
+async def _router(client: RouterClient) -> Finding:
+    try:
+        workers = await client.workers()
+    except EngineError as error:
+        return Finding("router", "missing", f"{error}; start it, or take out rollout.router_url")
+    return Finding("router", "ok", f"{client.url}, with {len(workers)} worker(s); a run adds its engines and removes them")
 
 
 def _python() -> Finding:
@@ -127,7 +170,7 @@ def _files(config: RunConfig | None) -> Finding:
     shown = "no limit" if hard == resource.RLIM_INFINITY else f"{hard:,}"
     if config is None:
         return Finding("open files", "ok", f"{shown} a process")
-    requests = config.rollout.engines * config.rollout.max_open_requests
+    requests = (config.rollout.engines + len(config.rollout.engine_urls)) * config.rollout.max_open_requests
     needed = OWN_FILES + requests + ROW_FILES * config.batch.samples * config.rollout.n
     if hard != resource.RLIM_INFINITY and hard < needed:
         return Finding("open files", "missing", f"{shown} a process, {needed:,} needed; raise the hard limit (ulimit -Hn)")

@@ -38,6 +38,8 @@ class Proxy:
         self._pairs: set[tuple[asyncio.StreamWriter, asyncio.StreamWriter]] = set()
         self._refusing = False
         self._armed: tuple[str, int, Callable[[], None]] | None = None
+        self.on_request: Callable[[object, bytes], None] | None = None  # (connection, what came from the driver)
+        self.on_reply: Callable[[object, bytes], None] | None = None
         self.port = free_port()
         self._server: asyncio.Server = self._await(asyncio.start_server(self._serve, "127.0.0.1", self.port))
         self.url = f"http://127.0.0.1:{self.port}"
@@ -79,8 +81,8 @@ class Proxy:
         self._pairs.add(pair)
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(self._pump(reader, back, self._look))
-                group.create_task(self._pump(there, writer, None))
+                group.create_task(self._pump(reader, back, lambda data: self._look(pair, data)))
+                group.create_task(self._pump(there, writer, lambda data: self.on_reply and self.on_reply(pair, data)))
         except* OSError:
             pass
         finally:
@@ -88,16 +90,17 @@ class Proxy:
             for one in pair:
                 one.transport.abort()
 
-    async def _pump(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, look: Callable[[bytes], None] | None) -> None:
+    async def _pump(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, look: Callable[[bytes], object]) -> None:
         while data := await source.read(CHUNK_BYTES):
-            if look is not None:
-                look(data)
+            look(data)
             sink.write(data)
             await sink.drain()
         with contextlib.suppress(OSError):
             sink.write_eof()
 
-    def _look(self, data: bytes) -> None:
+    def _look(self, connection: object, data: bytes) -> None:
+        if self.on_request is not None:
+            self.on_request(connection, data)
         if self._armed is None:
             return
         path, count, fire = self._armed

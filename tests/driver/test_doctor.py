@@ -14,6 +14,8 @@ from typer.testing import CliRunner
 from driver import doctor
 from driver.cli import app
 from driver.doctor import examine
+from driver.life import free_port
+from tests.fleet import fleet
 
 CONFIG = Path(__file__).parents[2] / "examples/sort_digits/config.yaml"
 
@@ -67,3 +69,14 @@ def test_too_few_files_a_missing_package_and_a_taken_port(monkeypatch):
 def test_the_command_says_it_with_its_status(settings, status):
     done = CliRunner().invoke(app, ["doctor", str(CONFIG), "--set", "service.port=0", *settings])
     assert done.exit_code == status and "shared memory" in done.output
+
+
+def test_O5_engines_elsewhere_are_asked_what_they_can_do(tmp_path):
+    with fleet(tmp_path, 1, None, slow_s=0.0) as (engine,):
+        engine.wait(60)
+        nowhere = f"http://127.0.0.1:{free_port()}"
+        findings = found("rollout.engines=0", f"rollout.engine_urls=[{engine.proxy.url}, '{nowhere}']", f"rollout.router_url={nowhere}")
+    words = findings[f"engine {engine.proxy.url}"].words
+    assert "embedded, as SGLang 0.5.23; tp 1, weights by store" in words and "frees no memory" in words
+    assert missing(findings) == [f"engine {nowhere}", "router"]
+    assert "connection failed" in findings[f"engine {nowhere}"].words and "can not be reached" in findings["router"].words

@@ -1,0 +1,114 @@
+"""Kill -9 of an engine to its trajectories generating again elsewhere: seconds, for each trajectory it had.
+
+A whole service on the demo's model with two embedded engines behind proxies, which read the request ids that pass. A trajectory generates
+again when the first token of its next request leaves the other engine. The clock starts before the signal.
+
+    python -m benchmarks.recovery [--quick] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from benchmarks.common import Aim, arguments, median, report
+from tests.fleet import Engine, fleet
+from tests.service import ServiceUnderTest
+
+AIMS: dict[str, Aim] = {"worst_s": ("<=", 3.0), "never_again": ("<=", 0.0)}
+RID = re.compile(rb'"rid":"([^"]+)"')
+SLOW_S = 0.02  # a step of an engine: an answer of 16 tokens takes a third of a second
+BUSY_REQUESTS = 8  # the engine has at least so many when it dies
+
+
+class Watch:
+    """Which trajectories one engine works on, and when each began to get tokens there."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._at: dict[object, str] = {}  # connection → the trajectory whose request is open on it
+        self.began: dict[str, list[float]] = {}
+        engine.proxy.on_request = self._request
+        engine.proxy.on_reply = self._reply
+
+    @property
+    def open(self) -> set[str]:
+        return set(self._at.values())
+
+    def _request(self, connection: object, data: bytes) -> None:
+        if data.startswith(b"POST /generate ") and (found := RID.search(data)):
+            self._at[connection] = found[1].decode().split(".")[-4]
+        else:
+            self._at.pop(connection, None)
+
+    def _reply(self, connection: object, data: bytes) -> None:
+        if (trajectory := self._at.get(connection)) is None:
+            return
+        if b"data: {" in data:
+            self.began.setdefault(trajectory, []).append(time.monotonic())
+        if b"[DONE]" in data:
+            self._at.pop(connection, None)
+
+    def forget(self) -> None:
+        self._at.clear()
+
+
+def kill_once(victim: Engine, watches: tuple[Watch, Watch]) -> tuple[list[float], int]:
+    """Seconds for each trajectory that was generating on the victim, and how many did not come again within a minute."""
+    there, elsewhere = watches
+    while len(there.open) < BUSY_REQUESTS:
+        time.sleep(0.002)
+    lost = there.open
+    killed_at = time.monotonic()
+    victim.kill()
+    took: dict[str, float] = {}
+    until = killed_at + 60
+    while time.monotonic() < until and len(took) < len(lost):
+        for trajectory in lost - took.keys():
+            after = [at for at in elsewhere.began.get(trajectory, []) if at > killed_at]
+            if after:
+                took[trajectory] = after[0] - killed_at
+        time.sleep(0.005)
+    there.forget()
+    victim.start()
+    victim.wait(60)
+    return list(took.values()), len(lost - took.keys())
+
+
+def main() -> int:
+    options = arguments(__doc__)
+    rounds = 3 if options.quick else 20
+    took: list[float] = []
+    never = 0
+    with tempfile.TemporaryDirectory() as name, fleet(Path(name), 2, None, SLOW_S) as engines:
+        service = ServiceUnderTest(
+            Path(name) / "run",
+            "rollout.engines=0",
+            f"rollout.engine_urls={json.dumps([engine.proxy.url for engine in engines])}",
+            "rollout.infrastructure_retries=1000",
+            "rollout.stream_interval=2",
+            "stop.batches=100000",
+            "stop.epochs=null",
+        )
+        try:
+            for engine in engines:
+                engine.wait(60)
+            watches = [Watch(engine) for engine in engines]
+            service.up()
+            service.submit()
+            for number in range(rounds):
+                service.wait(lambda s: [e["state"] for e in service.run("/engines")] == ["open"] * 2, "both engines", 120)
+                dies = number % 2
+                seconds, missing = kill_once(engines[dies], (watches[dies], watches[1 - dies]))
+                took, never = took + seconds, never + missing
+        finally:
+            service.close()
+    figures = {"trajectories": float(len(took)), "median_s": median(took), "worst_s": max(took), "never_again": float(never)}
+    return report("An engine's death to its trajectories generating elsewhere", figures, AIMS, options, ["aiohttp", "httpx", "torch"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
