@@ -1,4 +1,4 @@
-"""`headrace doctor`: what this machine and these engines can do, and whether a configuration can run. It starts nothing, imports no torch.
+"""`headrace doctor`: what this machine and these engines can do, and whether a configuration can run. Nothing is started.
 
 Each finding says what was looked at, whether a run needs it, and for what is missing the remedy.
 """
