@@ -62,7 +62,7 @@ async def _elsewhere(config: RunConfig) -> list[Finding]:
     rollout = config.rollout
     async with make_http() as http:
         clients = [EngineClient(url, http, rollout.engine_api_key, admin_key=rollout.engine_admin_key) for url in rollout.engine_urls]
-        findings = list(await asyncio.gather(*(_engine(client, Transports.of(config)) for client in clients)))
+        findings = list(await asyncio.gather(*(_engine(client, Transports(config.push.transport, {})) for client in clients)))
         if rollout.router_url is not None:
             findings.append(await _router(RouterClient(rollout.router_url, http, rollout.router_api_key)))
     return findings

@@ -1,8 +1,8 @@
 """The processes of a run: which there are, how each is started, and what its coming and going means to the loops.
 
-Engines, the reward service and the trainer's warm parent are started and watched by the launcher; here its events become: an engine
-registers with the pool (and gets the newest weights before its first request), the reward service is attached, the trainer is brought
-to the ledger's version. A process that can not start at all fails the run with its own last words.
+Engines, the reward service, the trainer's warm parent, and the courier where pushes need one, are started and watched by the launcher;
+here its events become: an engine registers with the pool (and gets the newest weights before its first request), the reward service is
+attached, the trainer is brought to the ledger's version. A process that can not start at all fails the run with its own last words.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from rollout.capabilities import Capabilities
 from rollout.client import EngineClient
 from rollout.pool import EngineSlot
 from rollout.sglang import launch
+from trainer.courier_wire import CourierSpec
 from trainer.spec import OptimizerSpec, TrainerSpec
 
 if TYPE_CHECKING:
@@ -61,7 +62,8 @@ class Processes:
         self._directory.mkdir(parents=True, exist_ok=True)
         self._lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._launcher = LocalLauncher(self._on_event)
-        specs = [self._trainer(), self._reward(), *(self._engine(i) for i in range(self._config.rollout.engines))]
+        couriers = [self._courier()] if self._config.needs_courier else []
+        specs = [self._trainer(), self._reward(), *couriers, *(self._engine(i) for i in range(self._config.rollout.engines))]
         processes = [await self._launcher.start(spec) for spec in specs]
         self.outside.start()
         async with asyncio.TaskGroup() as group:
@@ -142,6 +144,8 @@ class Processes:
                 asking.add_done_callback(self._asked)
             elif event.role == "reward":
                 self._run.scoring.attach(RewardClient(event.url, self._run.http))
+            elif event.role == "courier":
+                self._run.courier.attach(event.url, event.incarnation)
             else:
                 self._run.training.attach(event.url, None)
         elif isinstance(event, Died | Hung | Quarantined):
@@ -198,6 +202,8 @@ class Processes:
                 self._run.pool.gone(slot, event.reason)
         elif event.role == "reward":
             self._run.scoring.detach(event.reason)
+        elif event.role == "courier":
+            self._run.courier.detach()
         else:
             self._run.training.detach(event.reason)
         if isinstance(event, Quarantined) and event.role != "engine":
@@ -330,6 +336,16 @@ class Processes:
             return self._module("trainer.main", "--spec", self._write("trainer-0", spec.model_dump_json()))
 
         return self._spec("trainer", 0, build)
+
+    def _courier(self) -> ProcessSpec:
+        trainer = self._config.trainer
+        ranks = trainer.tp * trainer.pp * trainer.cp * trainer.dp
+
+        def build(incarnation: int, port: int) -> list[str]:
+            spec = CourierSpec(port=port, incarnation=incarnation, device=trainer.device, ranks=ranks)
+            return self._module("trainer.courier", "--spec", self._write("courier-0", spec.model_dump_json()))
+
+        return self._spec("courier", 0, build)
 
     def _write(self, name: str, text: str) -> str:
         path = self._directory / f"{name}.json"

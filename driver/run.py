@@ -23,6 +23,7 @@ from driver.archive import Archive, FinishedTrajectory, MetricsLog, read_metrics
 from driver.batcher import smallest_batch
 from driver.core import Core
 from driver.dispatch import Dispatch
+from driver.distributed import Courier, DistributedTransport
 from driver.engine_watch import EngineWatch
 from driver.events import RowsLost, RunEnded, SampleDiscarded, TrajectoryRetried
 from driver.feed import Feed
@@ -74,7 +75,8 @@ class Run:
         self.http = make_http()
         self.pool = EnginePool()
         self.tokenizer = TokenizerView(config.model.path)
-        self.transports = Transports.of(config)
+        self.courier = Courier(self.http)
+        self.transports = Transports.of(config, lambda: DistributedTransport.of(config, self.courier))
         self.transports.sweep()
         self.pusher = Pusher(
             self.pool,

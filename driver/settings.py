@@ -10,10 +10,11 @@ import math
 import os
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from rollout.address import checked_url
+from rollout.address import checked_url, is_loopback
 from rollout.sglang.spec import SglangSpec
 from trainer.layout import misplaced, nothing_to_offload
 from trainer.loss_spec import CriticSpec, LossSpec, check_critic
@@ -238,8 +239,16 @@ class CheckpointConfig(_Section):
 
 
 class PushConfig(_Section):
-    transport: Literal["auto", "store", "tensor", "disk"] = Field(
-        "auto", description="store: the embedded engine reads the store; tensor: SGLang maps shared memory; disk: a checkpoint directory"
+    transport: Literal["auto", "store", "tensor", "disk", "distributed"] = Field(
+        "auto",
+        description="store: the embedded engine reads the store; tensor: SGLang maps shared memory; distributed: broadcasts over the "
+        "network; disk: a checkpoint directory",
+    )
+    backend: Literal["auto", "gloo", "nccl"] = Field(
+        "auto", description="of distributed: auto is nccl where the trainer and the engine are on GPUs, else gloo"
+    )
+    address: str | None = Field(
+        None, description="of distributed: the trainer's host as engines reach it; null: 127.0.0.1 for those here, else as routes say"
     )
     bucket_bytes: int = Field(64 << 20, ge=1 << 10, description="most bytes of weights in one object of the store; larger tensors are cut")
     deadline_s: float = Field(60.0, gt=0, description="one engine's whole push; later it is quarantined")
@@ -324,10 +333,18 @@ class RunConfig(_Section):
 
     @property
     def transport(self) -> str:
-        """How weights get into this run's engines: store, tensor or disk."""
+        """How weights get into this run's engines: store, tensor, disk or distributed."""
         if self.push.transport != "auto":
             return self.push.transport
         return "store" if self.rollout.engine == "embedded" else "tensor"
+
+    @property
+    def needs_courier(self) -> bool:
+        """Some engine may get its weights by broadcasts, which a process of their own sends."""
+        if self.push.transport != "auto":
+            return self.push.transport == "distributed"
+        elsewhere = [urlsplit(url).hostname or "" for url in self.rollout.engine_urls] + self.service.engine_hosts
+        return not all(is_loopback(host) for host in elsewhere)
 
     @property
     def logprob_tolerance(self) -> float:
@@ -365,8 +382,10 @@ class RunConfig(_Section):
         if self.transport == {"embedded": "tensor", "sglang": "store"}[self.rollout.engine]:
             raise ValueError(
                 f"push.transport {self.transport} is not for engine {self.rollout.engine}: store is for embedded, tensor for sglang; "
-                "leave it at auto, or take disk"
+                "leave it at auto, or take disk or distributed"
             )
+        if self.push.backend == "nccl" and self.trainer.device == "cpu":
+            raise ValueError("push.backend nccl sends from the trainer's GPU, and trainer.device is cpu: leave it at auto")
         if self.trainer.schedule != "constant" and self.stop.batches is None:
             raise ValueError(f"trainer.schedule {self.trainer.schedule} decays towards stop.batches, which is not set")
         return self

@@ -3,6 +3,7 @@
     store    the engine maps the store's objects itself                        the embedded engine on this host
     tensor   a file of /dev/shm as torch shares memory; the call names it      SGLang on this host
     disk     a checkpoint directory, which the engine reads                    any engine that sees RUN_DIR
+    distributed  broadcasts from the trainer's host (`driver/distributed.py`)  any engine
 
 What can be made ready before a gate is shut is made ready before (`prepared`), once for all engines: the pause pays for none of it.
 An engine passes over a name it does not know, and SGLang dies of a shape that does not fit, so both are compared with the engines' own
@@ -37,7 +38,7 @@ from store.pieces import digests, write_whole
 SHARED_MEMORY = Path("/dev/shm")  # where torch looks for a name
 HASHING_THREADS = min(4, os.cpu_count() or 1)
 
-Name = Literal["store", "tensor", "disk"]
+Name = Literal["store", "tensor", "disk", "distributed"]
 
 
 class Parcel(Protocol):
@@ -96,7 +97,7 @@ class StoreTransport:
         if self._shapes is None:
             yield StoreParcel(snapshot.buckets, None)
             return
-        bundles = await asyncio.to_thread(_checked, snapshot, self._shapes)
+        bundles = await asyncio.to_thread(checked, snapshot, self._shapes)
         yield StoreParcel(snapshot.buckets, await asyncio.to_thread(_sums, bundles))
 
     def sweep(self) -> None:
@@ -150,7 +151,7 @@ class SharedMemoryTransport:
     async def prepared(self, snapshot: Snapshot) -> AsyncIterator[Parcel]:
         buckets: list[SharedBucket] = []
         try:
-            for bundle in await asyncio.to_thread(_checked, snapshot, self._shapes):
+            for bundle in await asyncio.to_thread(checked, snapshot, self._shapes):
                 path = SHARED_MEMORY / f"{self.prefix}@{snapshot.epoch}.{snapshot.version}.{len(buckets)}.{secrets.token_hex(4)}"
                 buckets.append(await asyncio.to_thread(_share, bundle, path))
             yield SharedParcel(tuple(buckets))
@@ -208,7 +209,7 @@ class DiskTransport:
     async def prepared(self, snapshot: Snapshot) -> AsyncIterator[Parcel]:
         directory = self._directory / f"{snapshot.epoch}-{snapshot.version}"
         try:
-            bundles = await asyncio.to_thread(_checked, snapshot, self._shapes)
+            bundles = await asyncio.to_thread(checked, snapshot, self._shapes)
             await asyncio.to_thread(self._write, bundles, directory)
             yield DiskParcel(directory)
         finally:
@@ -245,19 +246,21 @@ class Transports:
         self._made: dict[Name, Transport] = {}
 
     @classmethod
-    def of(cls, config: RunConfig) -> Transports:
+    def of(cls, config: RunConfig, distributed: Callable[[], Transport]) -> Transports:
         path = config.model.path
         makers: dict[Name, Callable[[], Transport]] = {
             "store": lambda: StoreTransport(tensor_shapes(path)),
             "tensor": lambda: SharedMemoryTransport(config.store_directory, tensor_shapes(path)),
             "disk": lambda: DiskTransport(config.directory / "push", path, tensor_shapes(path)),
+            "distributed": distributed,
         }
         return cls(config.push.transport, makers)
 
     def name_for(self, client: EngineClient, capabilities: Capabilities | None) -> Name:
         """EngineError `configuration` when the one that is configured is not for this engine."""
         embedded = capabilities is None or capabilities.embedded
-        fitting: list[Name] = ["store" if embedded else "tensor", "disk"] if client.on_this_host else ["disk"]
+        here: list[Name] = ["store" if embedded else "tensor"] if client.on_this_host else []
+        fitting: list[Name] = [*here, "distributed", "disk"]
         if self._wanted == "auto":
             return fitting[0]
         if self._wanted not in fitting:
@@ -288,14 +291,14 @@ class Transports:
             self.get(name).sweep()
 
 
-def _checked(snapshot: Snapshot, expected: TensorShapes) -> list[Bundle]:
+def checked(snapshot: Snapshot, expected: TensorShapes) -> list[Bundle]:
     """Its buckets, if they hold the tensors of the engines' checkpoint. Raises SnapshotGone, PushImpossible."""
     bundles = snapshot.bundles()
-    _refuse_unless_same(expected, {name: form.shape for bundle in bundles for name, form, _ in bundle.tensors})
+    refuse_unless_same(expected, {name: form.shape for bundle in bundles for name, form, _ in bundle.tensors})
     return bundles
 
 
-def _refuse_unless_same(expected: TensorShapes, found: TensorShapes) -> None:
+def refuse_unless_same(expected: TensorShapes, found: TensorShapes) -> None:
     """An output matrix that is tied to the embedding may be named or not."""
     names = (expected.keys() ^ found.keys()) - {"lm_head.weight"}
     if names:

@@ -23,7 +23,10 @@ TRIED = "0.5.23"
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """`speculative` names the algorithm. `routed_experts` says that answers may carry them. `memory_saver`: a release frees memory."""
+    """`speculative` names the algorithm. `routed_experts` says that answers may carry them. `memory_saver`: a release frees memory.
+
+    `device` is cpu or cuda.
+    """
 
     version: str
     embedded: bool
@@ -37,6 +40,7 @@ class Capabilities:
     routed_experts: bool
     tensor_parallel: int
     dp_size: int
+    device: str
     generates: bool
 
     @property
@@ -74,6 +78,7 @@ def capabilities_of(server_info: Mapping[str, Any], model_info: Mapping[str, Any
         routed_experts=bool(server_info.get("enable_return_routed_experts", False)),
         tensor_parallel=int(server_info.get("tp_size") or 1),
         dp_size=int(server_info.get("dp_size") or 1),
+        device=str(server_info.get("device") or "cpu"),
         generates=bool(model_info.get("is_generation", True)) and model_info.get("disaggregation_mode") in (None, "null"),
     )
 

@@ -202,6 +202,38 @@ class EngineClient:
         body = {"serialized_named_tensors": list(tensors), "load_format": load_format, "flush_cache": flush_cache}
         await self._post("/update_weights_from_tensor", body | {"abort_all_requests": False}, deadline_s)
 
+    async def join_group(self, address: str, port: int, name: str, *, size: int, backend: str, deadline_s: float = WEIGHTS_S) -> None:
+        """Become ranks 1 … of a process group; the server does nothing else until its rank 0, at `address`, and all others are there."""
+        body = {"master_address": address, "master_port": port, "rank_offset": 1, "world_size": size}
+        await self._post("/init_weights_update_group", body | {"group_name": name, "backend": backend}, deadline_s)
+
+    async def leave_group(self, name: str, *, deadline_s: float = CONTROL_S) -> bool:
+        """False when the server knows no such group."""
+        try:
+            await self._post("/destroy_weights_update_group", {"group_name": name}, deadline_s)
+        except EngineError as error:
+            if error.status == 400:
+                return False
+            raise
+        return True
+
+    async def update_from_group(
+        self,
+        name: str,
+        tensors: Sequence[tuple[str, str, Sequence[int]]],
+        *,
+        flush_cache: bool = False,
+        deadline_s: float = WEIGHTS_S,
+    ) -> None:
+        """One bucket, of (name, dtype, shape), that rank 0 of the group sends meanwhile: all their bytes in this order, without a gap.
+
+        A tensor must start at a multiple of its dtype's size, so wide dtypes come first.
+        """
+        names, dtypes, shapes = zip(*tensors, strict=True)
+        bucket = {"names": names, "dtypes": dtypes, "shapes": shapes, "load_format": "flattened_bucket"}
+        body = bucket | {"group_name": name, "flush_cache": flush_cache, "abort_all_requests": False}
+        await self._post("/update_weights_from_distributed", body, deadline_s)
+
     async def update_from_disk(self, model_path: str, *, flush_cache: bool = False, deadline_s: float = WEIGHTS_S) -> None:
         body = {"model_path": model_path, "flush_cache": flush_cache, "abort_all_requests": False}
         await self._post("/update_weights_from_disk", body, deadline_s)

@@ -15,6 +15,7 @@ import pytest
 
 from driver.agreement import Agreements
 from driver.checkpoint_files import tensor_shapes
+from driver.distributed import Courier, DistributedTransport
 from driver.push import Pusher
 from driver.snapshot import PushImpossible, Snapshot
 from driver.transport import DiskTransport, Parcel, SharedMemoryTransport, Transport, Transports
@@ -23,6 +24,7 @@ from rollout.client import EngineClient, make_http
 from rollout.pool import EnginePool
 from rollout.version import Version
 from store import EmbeddedStore
+from tests.courier import CourierProcess
 from tests.sglang_server import BASE, Server, Weights, sglang_here
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -218,3 +220,43 @@ async def test_E10_a_name_the_engine_does_not_know_is_refused_before_anything_is
         with pytest.raises(PushImpossible, match=r"1 tensors of the snapshot are not in .* model.norm.bias"):
             await parts.pusher.push_all(snapshot)
         assert parts.slot.state == "starting"
+
+
+async def test_L3_a_push_by_broadcasts_is_the_same_as_through_shared_memory(server, store, tmp_path):
+    async def checksum(parts: Parts) -> str:
+        return (await parts.client.checksums())["per_engine_checksum"]
+
+    second = Weights(10)
+    old, new = Weights(9).snapshot(store), second.snapshot(store)
+    async with parts_of(server) as parts:
+        (outcome,) = await parts.pusher.push_all(old)
+        assert outcome.verified
+        expected = await checksum(parts)
+    process = CourierProcess(tmp_path)
+    process.start()
+    try:
+        async with make_http() as http:
+            courier = Courier(http)
+            courier.attach(process.url, process.incarnation)
+            transport = DistributedTransport(courier, tensor_shapes(BASE), run_id="t", deadline_s=60.0)
+            parts = Parts(http, server.url, transport)
+            names = set()
+            for epoch, snapshot in enumerate((new, old, new)):
+                (outcome,) = await parts.pusher.push_all(replace(snapshot, epoch=epoch))
+                assert outcome.verified and outcome.logprob_gap <= 1e-4, outcome
+                names.add(transport.groups["engine-0"].name)
+                assert (await checksum(parts) == expected) is (snapshot is old)
+            assert len(names) == 1, "the group is kept"
+            answer = await parts.client.generate(PROMPT, {"temperature": 1.0, "max_new_tokens": 12}, "broadcast", stall_s=60)
+            expected_log_probs = second.log_probs([*PROMPT, *answer.output_ids])[len(PROMPT) - 1 :]
+            assert np.allclose(answer.log_probs, expected_log_probs, atol=1e-4)
+
+            process.kill()  # with the group open: the server is told by its connection, and joins the next courier's
+            courier.detach()
+            process.start()
+            courier.attach(process.url, process.incarnation)
+            (outcome,) = await parts.pusher.push_all(replace(old, epoch=3))
+            assert outcome.verified and await checksum(parts) == expected
+            assert transport.groups["engine-0"].name not in names
+    finally:
+        process.kill()

@@ -6,12 +6,15 @@ A refusal is a value (`Outcome(False, why)`, HTTP 400); what would kill a real S
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from rollout.engine.scheduler import Scheduler
-from rollout.engine.weights import checksums, copy_stored_weights, equal_to_stored, load_checkpoint
+from rollout.engine.weights import Arrival, checksums, copy_stored_weights, copy_weights, equal_to_stored, load_checkpoint
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +72,7 @@ class Control:
         """Gives the KV cache's memory back to the system. Weights stay in memory: this engine plays a server without the memory saver."""
         if not self._idle():
             scheduler = self.scheduler
-            raise _fatal(
+            raise fatal(
                 f"/release_memory_occupation while {len(scheduler.running)} requests run and {len(scheduler.waiting)} wait; "
                 "pause with mode abort or retract first"
             )
@@ -82,7 +85,7 @@ class Control:
         tags = tags or list(MEMORY_TAGS)
         held = [tag for tag in tags if tag not in self.released]
         if held:
-            raise _fatal(
+            raise fatal(
                 f"/resume_memory_occupation of {', '.join(held)}, which is not released; name only what is (no tags means all three)"
             )
         self.released.difference_update(tags)
@@ -118,11 +121,20 @@ class Control:
             return Outcome(False, str(error))
         return self._updated("Success", flush_cache, weight_version)
 
-    def update_from_group(self, group_name: str) -> Outcome:
-        """This engine joins no process groups, so it answers as a server without any."""
+    def may_receive(self) -> Outcome:
+        """Asked before anything is received from a group."""
         if not self.session_open:
             return Outcome(False, "update_weights_from_distributed must run between begin_weight_update() and end_weight_update()")
-        return Outcome(False, f"Failed to receive weights: Group {group_name} not in []. Please call `init_weights_update_group` first.")
+        return Outcome(True, "")
+
+    def update_received(self, tensors: Mapping[str, Tensor], flush_cache: bool, weight_version: str | None) -> Outcome:
+        try:
+            self._refuse_released_weights()
+            copy_weights(self.scheduler.model, [Arrival(name, tensor) for name, tensor in tensors.items()])
+        except ValueError as error:
+            log.error("update_weights_from_distributed refused, nothing was copied: %s", error)
+            return Outcome(False, f"Failed to update parameter online: {error}")
+        return self._updated("Succeeded to update parameter online.", flush_cache, weight_version)
 
     def update_from_disk(self, model_path: str, flush_cache: bool, weight_version: str | None) -> Outcome:
         try:
@@ -167,7 +179,7 @@ class Control:
         return model.weights[name][:rows].float().tolist()
 
 
-def _fatal(call: str) -> Fatal:
+def fatal(call: str) -> Fatal:
     message = f"a real SGLang 0.5.23 dies of this call, so the embedded engine refuses it: {call}"
     log.error(message)
     return Fatal(message)

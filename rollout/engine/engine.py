@@ -18,8 +18,9 @@ from rollout.engine import protocol
 from rollout.engine.config import ModelConfig
 from rollout.engine.control import Control, Outcome
 from rollout.engine.gate import Gate
+from rollout.engine.groups import Groups
 from rollout.engine.model import Model
-from rollout.engine.protocol import GenerateBody
+from rollout.engine.protocol import DistributedUpdateBody, GenerateBody
 from rollout.engine.replies import Sent, build_reply
 from rollout.engine.request import Request
 from rollout.engine.scheduler import Scheduler
@@ -65,6 +66,7 @@ class Engine:
         scheduler, control = (Scheduler, Control) if settings.paced is None else _paced()
         self.scheduler = scheduler(model, settings, self.context_length, self._text, self._announce, self._loop_failed)
         self.control = control(self.scheduler)
+        self.groups = Groups()
         self.startup_s = time.monotonic() - began_s
         self.limits = protocol.Limits(
             vocab_size=config.vocab_size,
@@ -210,18 +212,39 @@ class Engine:
         self, action: Callable[[], Outcome], weight_version: str | None, abort_all: bool, model_path: str | None = None
     ) -> Outcome:
         """In a pause at once; otherwise after the requests inside have ended, with new ones kept out."""
+        async with self._alone(abort_all):
+            outcome = await self.call(action)
+        if outcome.success and model_path is not None:
+            self.model_path = str(Path(model_path))
+        return self._named(outcome, weight_version)
+
+    async def update_from_group(self, body: DistributedUpdateBody) -> Outcome:
+        """As `update_weights`, of what the group's first rank sends meanwhile."""
+        async with self._alone(body.abort_all_requests):
+            allowed = await self.call(self.control.may_receive)
+            if not allowed.success:
+                return allowed
+            flat = body.load_format == "flattened_bucket"
+            try:
+                tensors = await self.groups.receive(body.group_name, body.names, body.dtypes, body.shapes, flat)
+            except ValueError as error:
+                log.error("%s", error)
+                return Outcome(False, str(error))
+            outcome = await self.call(lambda: self.control.update_received(tensors, body.flush_cache, body.weight_version))
+        return self._named(outcome, body.weight_version)
+
+    @asynccontextmanager
+    async def _alone(self, abort_all: bool) -> AsyncIterator[None]:
         if abort_all:
             self.scheduler.abort(None)
         async with nullcontext() if self.gate.paused else self.gate.writer():
-            outcome = await self.call(action)
-        if not outcome.success:
+            yield
+
+    def _named(self, outcome: Outcome, weight_version: str | None) -> Outcome:
+        if not outcome.success or weight_version is None:
             return outcome
-        if model_path is not None:
-            self.model_path = str(Path(model_path))
-        if weight_version is not None:
-            self.weight_version = weight_version
-            return Outcome(True, f"{outcome.message} Weight version updated to {weight_version}.")
-        return outcome
+        self.weight_version = weight_version
+        return Outcome(True, f"{outcome.message} Weight version updated to {weight_version}.")
 
     async def set_version(self, version: str, abort_all: bool) -> None:
         if abort_all:

@@ -125,6 +125,10 @@ class DistributedUpdateBody(msgspec.Struct):
     dtypes: list[str]
     shapes: list[list[int]]
     group_name: str = "weight_update_group"
+    flush_cache: bool = True
+    abort_all_requests: bool = False
+    weight_version: str | None = None
+    load_format: str | None = None
 
 
 class GroupBody(msgspec.Struct):

@@ -280,16 +280,16 @@ class Server:
         )
 
     async def _update_from_group(self, request: BaseRequest) -> web.Response:
-        body = await _body(request, protocol.DistributedUpdateBody)
-        return _outcome(await self.engine.call(lambda: self.engine.control.update_from_group(body.group_name)))
+        return _outcome(await self.engine.update_from_group(await _body(request, protocol.DistributedUpdateBody)))
 
     async def _init_group(self, request: BaseRequest) -> web.Response:
-        await _body(request, protocol.GroupBody)
-        return _outcome(Outcome(False, "the embedded engine joins no process group; send weights through the store or from disk"))
+        body = await _body(request, protocol.GroupBody)
+        group = (body.master_address, body.master_port, body.rank_offset, body.world_size, body.group_name, body.backend)
+        return _outcome(await self.engine.groups.join(*group))
 
     async def _destroy_group(self, request: BaseRequest) -> web.Response:
-        await _body(request, protocol.DestroyGroupBody)
-        return _outcome(Outcome(False, "The group to be destroyed does not exist."))
+        body = await _body(request, protocol.DestroyGroupBody)
+        return _outcome(await self.engine.groups.leave(body.group_name))
 
     async def _update_version(self, request: BaseRequest) -> web.Response:
         body = await _body(request, protocol.VersionBody)

@@ -68,3 +68,8 @@ def test_w3_a_payload_that_cannot_be_unpickled(victim: Server) -> None:
         assert reply["success"] is False and "loads no pickles" in reply["message"]
     else:
         demand_fatal(victim, "/update_weights_from_tensor", body, 400)
+
+
+def test_a_process_group_without_a_name(victim: Server) -> None:
+    body = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2, "group_name": "", "backend": "gloo"}
+    demand_fatal(victim, "/init_weights_update_group", body, 500)

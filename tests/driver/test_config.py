@@ -54,6 +54,7 @@ def write(tmp_path: Path, **sections: object) -> Path:
         ({"rollout": {"engine": "sglang", "sglang": {"python": "nowhere"}}}, ["rollout.sglang", "no Python", "make sglang"]),
         ({"rollout": {"sglang": {"pyton": "x"}}}, ["'rollout.sglang.pyton'", "'python'"]),
         ({"push": {"transport": "tensor"}}, ["push.transport tensor is not for engine embedded", "auto"]),
+        ({"push": {"backend": "nccl"}, "trainer": {"device": "cpu"}}, ["push.backend nccl", "trainer.device is cpu"]),
         ({"rollout": {"n": 1}}, ["min_group", "exceeds rollout.n", "lower it"]),
         ({"rollout": {"n": 1, "min_group": 1}}, ["rollout.n is 1", "set trainer.critic"]),
         ({"batch": {"samples": 2, "mini_batches": 3}}, ["mini_batches (3) exceeds samples (2)"]),
@@ -169,3 +170,18 @@ def test_the_learning_rate_depends_on_the_batch_alone(tmp_path):
     assert cosine.learning_rate_at(5, 10) == pytest.approx(0.5)
     constant = load_config(write(tmp_path, trainer={"learning_rate": 1.0})).trainer
     assert constant.learning_rate_at(10**6, None) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("sections", "needed"),
+    [
+        ({}, False),
+        ({"push": {"transport": "distributed"}}, True),
+        ({"rollout": {"engine_urls": ["http://127.0.0.1:30000"]}}, False),
+        ({"rollout": {"engine_urls": ["http://127.0.0.1:30000", "http://10.0.0.7:30000"]}}, True),
+        ({"service": {"engine_hosts": ["*.gpus.example"]}}, True),
+        ({"rollout": {"engine_urls": ["http://10.0.0.7:30000"]}, "push": {"transport": "disk"}}, False),
+    ],
+)
+def test_a_courier_is_started_where_some_engine_may_need_it(tmp_path, sections, needed):
+    assert load_config(write(tmp_path, **sections)).needs_courier is needed

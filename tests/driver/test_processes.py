@@ -10,6 +10,7 @@ from typing import Any
 
 from driver.config import load_config
 from driver.processes import Processes
+from trainer.courier_wire import CourierSpec
 from trainer.loss_spec import CriticSpec
 from trainer.spec import TrainerSpec
 
@@ -74,3 +75,10 @@ def test_the_trainer_is_told_the_kind_of_optimizer(tmp_path: Path) -> None:
 def test_the_trainer_is_told_of_its_critic(tmp_path: Path) -> None:
     assert trainer_spec(processes(tmp_path, "trainer.critic={gamma: 0.9}")).critic == CriticSpec(gamma=0.9)
     assert trainer_spec(processes(tmp_path / "none")).critic is None
+
+
+def test_the_courier_is_told_what_it_takes_to_know_where_the_trainer_computes(tmp_path: Path) -> None:
+    found = processes(tmp_path, "push.transport=distributed", "trainer.tp=2", "trainer.dp=2", device="cuda")
+    argv = found._courier().build(5, 9000)
+    assert argv[1:4] == ["-P", "-m", "trainer.courier"]
+    assert CourierSpec.read(Path(argv[-1])) == CourierSpec(port=9000, incarnation=5, device="cuda", ranks=4)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from driver.launcher import Ready, StartFailed
+from driver.launcher import Died, Ready, StartFailed
 from driver.processes import Processes
 from driver.transport import Transports
 from rollout.answer import EngineError
@@ -104,3 +104,12 @@ async def test_what_goes_wrong_in_a_registration_is_not_swallowed(lab):
     lost = await lab.ready()
     with pytest.raises(RuntimeError, match="a mistake of ours"):
         lost.result()
+
+
+async def test_E5_pushes_wait_for_a_courier_that_died_and_it_ends_no_run(lab):
+    said = []
+    lab.processes._run.courier = SimpleNamespace(attach=lambda *told: said.append(told), detach=lambda: said.append("gone"))
+    lab.processes._lost = asyncio.get_running_loop().create_future()
+    lab.processes._on_event(Ready("courier", 0, 2, "http://127.0.0.1:2"))
+    lab.processes._on_event(Died("courier", 0, 2, "killed"))
+    assert said == [("http://127.0.0.1:2", 2), "gone"] and not lab.processes._lost.done()

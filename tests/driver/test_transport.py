@@ -174,15 +174,17 @@ async def test_the_disk_gets_a_whole_checkpoint_for_as_long_as_the_push(tmp_path
         (True, "http://127.0.0.1:1", "store"),
         (False, "http://127.0.0.1:1", "tensor"),
         (False, "http://[::1]:1", "tensor"),
-        (True, "http://engines.example:1", "disk"),
+        (True, "http://engines.example:1", "distributed"),
+        (False, "http://10.0.0.7:1", "distributed"),
     ],
 )
 async def test_each_engine_gets_its_weights_by_what_it_is_and_where(embedded, url, expected):
     async with make_http() as http:
         asked = (EngineClient(url, http), capabilities_of({"version": "0.5.23", "embedded": embedded}, {}))
-        makers = {"store": StoreTransport, "tensor": StoreTransport, "disk": StoreTransport}
+        makers = {"store": StoreTransport, "tensor": StoreTransport, "distributed": StoreTransport, "disk": StoreTransport}
         assert Transports("auto", makers).name_for(*asked) == expected
-        assert Transports("disk", makers).name_for(*asked) == "disk"
+        for anywhere in ("distributed", "disk"):
+            assert Transports(anywhere, makers).name_for(*asked) == anywhere
         other = "tensor" if expected == "store" else "store"
         with pytest.raises(EngineError, match=f"push.transport {other} is not for .*take auto"):
             Transports(other, makers).name_for(*asked)
