@@ -82,6 +82,7 @@ figures: setup
 	$(BIN)/python -m benchmarks.overlap --quick
 	$(BIN)/python -m benchmarks.start --quick
 	$(BIN)/python -m benchmarks.trainer --quick
+	$(BIN)/python -m benchmarks.client --quick
 	$(BIN)/python -m benchmarks.recovery --quick
 	$(BIN)/python -m benchmarks.push --quick
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import uvicorn
 
+from driver import collector
 from driver.config import ConfigError
 from driver.datasets import DatasetError, read_rows, scorable
 from driver.ledger_db import LedgerError
@@ -86,6 +87,7 @@ def log_to(path: Path, *, also_terminal: bool) -> None:
 async def serve(config: RunConfig, *, exit_when_done: bool) -> int:
     """Run the service until it is told to end (or, with `exit_when_done`, until the run has ended). Returns the exit status."""
     sock = listen(config.service.host, config.service.port)
+    collector.settle()
     try:
         run = Run(config)
     except (LedgerError, ValueError, OSError) as error:

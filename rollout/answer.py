@@ -162,10 +162,16 @@ class Answer:
         self._last_version = str(version) if ids else self._last_version
         self._ids += ids
         self._log_probs += log_probs
-        self._spans = merged([*self._spans, (str(version), start, start + len(ids))])
+        if ids:
+            self._extend_spans(str(version), start)
         if finish is not None:
             self._finish(finish, meta)
         return ids, log_probs, str(version)
+
+    def _extend_spans(self, version: str, start: int) -> None:
+        if self._spans and self._spans[-1][0] == version:
+            start = self._spans.pop()[1]
+        self._spans.append((version, start, len(self._ids)))
 
     def _new_tokens(self, ids: Any, meta: Mapping[str, Any], *, aborted: bool) -> tuple[list[int], list[float]]:
         """What the chunk adds. `completion_tokens` is cumulative in both modes, so it tells a cumulative chunk from a delta."""
@@ -188,20 +194,21 @@ class Answer:
         if ids[:skip] != self._ids[:skip] or len(ids) < skip:
             self._ids, self._log_probs, self._spans = [], [], []
             raise malformed("tokens sent earlier have changed")
-        new_ids: list[int] = []
-        new_log_probs: list[float] = []
-        for token, pair in zip(ids[skip:], pairs[skip:], strict=True):
-            if not isinstance(pair, list) or len(pair) < 2 or pair[1] != token:
-                raise malformed("log-probs speak of other tokens than output_ids")
-            new_ids.append(token)
-            new_log_probs.append(pair[0])
-        return new_ids, new_log_probs
+        new_ids, new_pairs = ids[skip:], pairs[skip:]
+        try:
+            same = [pair[1] for pair in new_pairs] == new_ids
+            log_probs = [pair[0] for pair in new_pairs]
+        except (TypeError, LookupError):
+            same = False
+        if not same:
+            raise malformed("log-probs speak of other tokens than output_ids")
+        return new_ids, log_probs
 
     def _check(self, ids: Sequence[Any], log_probs: Sequence[Any]) -> None:
         limit = self._vocab_size
-        for token in ids:
-            if type(token) is not int or token < 0 or (limit is not None and token >= limit):
-                raise malformed(f"{token!r} is not a token of a vocabulary of {limit}")
+        if ids and ({*map(type, ids)} != {int} or min(ids) < 0 or (limit is not None and max(ids) >= limit)):
+            strange = next(token for token in ids if type(token) is not int or token < 0 or (limit is not None and token >= limit))
+            raise malformed(f"{strange!r} is not a token of a vocabulary of {limit}")
         check_log_probs(log_probs)
         if self._max_new_tokens is not None and len(self._ids) + len(ids) > self._max_new_tokens:
             raise malformed(f"more than the {self._max_new_tokens} tokens asked for")
@@ -226,9 +233,14 @@ class Answer:
 
 
 def check_log_probs(log_probs: Sequence[Any]) -> None:
-    for log_prob in log_probs:
-        if not isinstance(log_prob, (float, int)) or not math.isfinite(log_prob) or log_prob > LOG_PROB_SLACK:
-            raise malformed(f"{log_prob!r} is not a log-prob")
+    # Their sum is finite only if each of them is. Many at a time, for this runs for every token that is sampled.
+    if log_probs and not ({*map(type, log_probs)} <= {float, int} and max(log_probs) <= LOG_PROB_SLACK and math.isfinite(sum(log_probs))):
+        strange = next((value for value in log_probs if not _is_log_prob(value)), log_probs)
+        raise malformed(f"{strange!r} is not a log-prob")
+
+
+def _is_log_prob(value: Any) -> bool:
+    return type(value) in (float, int) and math.isfinite(value) and value <= LOG_PROB_SLACK
 
 
 def _parse(payload: bytes) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -177,7 +177,7 @@ class EnginePool:
 
     def _hand_out(self) -> None:
         """Give all the room there is to those who wait, oldest first. Room is taken here, before the caller runs."""
-        for waiter in list(self._waiters) if self._has_room() else ():
+        for waiter in list(self._waiters) if self._waiters and self._has_room() else ():
             slot = self._best(waiter.avoid, waiter.prefer)
             if slot is not None:
                 slot._take()

@@ -9,10 +9,8 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
-import httpx
-
 from rollout.answer import EngineError, malformed
-from rollout.client import BROKEN, EngineClient
+from rollout.client import BROKEN, EngineClient, EngineHttp
 
 ANSWER_S = 5.0
 
@@ -27,7 +25,7 @@ class Worker:
 class RouterClient:
     """`engine` is what requests are sent through. Raises EngineError."""
 
-    def __init__(self, url: str, http: httpx.AsyncClient, api_key: str | None = None, *, vocab_size: int | None = None) -> None:
+    def __init__(self, url: str, http: EngineHttp, api_key: str | None = None, *, vocab_size: int | None = None) -> None:
         self.url = url.rstrip("/")
         self.engine = EngineClient(url, http, api_key, vocab_size=vocab_size)
         self._http = http

@@ -1,5 +1,6 @@
 """The benchmarks run for minutes; that their runs can start at all is checked here."""
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import client
 from benchmarks.overlap import CONFIG, settings_of
 from benchmarks.push import Model, Shape
 from benchmarks.trainer import BUDGET_TOKENS, Rows, planned, trace_rows
@@ -21,13 +23,23 @@ def test_the_configuration_of_the_overlap_benchmark_is_accepted(tmp_path, bound)
     assert config.staleness.bound == bound and config.stop.batches == 40
 
 
-@pytest.mark.parametrize("name", ["overlap", "push", "recovery", "start", "trainer"])
+@pytest.mark.parametrize("name", ["client", "overlap", "push", "recovery", "start", "trainer"])
 def test_every_benchmark_knows_quick_and_json(name):
     root = Path(__file__).parents[1]
     env = {**os.environ, "PYTHONPATH": str(root)}
     argv = [sys.executable, "-m", f"benchmarks.{name}", "--help"]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=60, cwd=root, env=env)
     assert done.returncode == 0 and "--quick" in done.stdout and "--json" in done.stdout
+
+
+def test_both_clients_of_the_client_benchmark_make_the_same_trajectories(monkeypatch):
+    monkeypatch.setattr(client, "CONCURRENCIES", (4,))
+    affinity = os.sched_getaffinity(0)
+    monkeypatch.setattr(client, "ENGINE_CORE", max(affinity))
+    with client.engines() as running:
+        for name in client.CLIENTS:
+            found = asyncio.run(client.measure(name, running[4], 4, 12))
+            assert found.per_s > 0 and found.client_us > 0
 
 
 def test_the_model_that_is_pushed_is_a_checkpoint_and_two_snapshots_of_it_with_a_tensor_that_is_cut(tmp_path):

@@ -14,9 +14,14 @@ import os
 import signal
 import socket
 import sys
+from typing import TYPE_CHECKING
 
 from rollout.engine.config import ModelConfig, read_config
 from rollout.engine.settings import Settings, parse_flags
+
+if TYPE_CHECKING:
+    from rollout.engine.faults import AnyFault
+    from rollout.engine.server import Handler, Server
 
 PR_SET_PDEATHSIG = 1
 PARENT_VARIABLE = "HEADRACE_PARENT_PID"
@@ -34,13 +39,14 @@ def main() -> None:
     die_with_parent()
     try:
         config = read_config(settings.model_path)
+        script = read_script(settings)
         listener = listen(settings.host, settings.port)
     except ValueError as error:
         fail(str(error))
     # Before torch is imported: OpenMP reads it once.
     os.environ["OMP_NUM_THREADS"] = str(settings.threads)
     sys.setswitchinterval(SWITCH_S)
-    code = run(settings, config, listener)
+    code = run(settings, config, listener, script)
     logging.shutdown()
     # Not sys.exit: the loop thread may be inside a long step, and there is nothing left to tidy.
     os._exit(code)
@@ -78,13 +84,22 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def run(settings: Settings, config: ModelConfig, listener: socket.socket) -> int:
+def read_script(settings: Settings) -> list[AnyFault] | None:
+    """None for an engine that fails on no command, which is every one outside of tests."""
+    if settings.faults is None and not settings.allow_faults:
+        return None
+    from rollout.engine.faults import read_script_file
+
+    return [] if settings.faults is None else read_script_file(settings.faults)
+
+
+def run(settings: Settings, config: ModelConfig, listener: socket.socket, script: list[AnyFault] | None) -> int:
     import uvloop
 
-    return uvloop.run(serve(settings, config, listener))
+    return uvloop.run(serve(settings, config, listener, script))
 
 
-async def serve(settings: Settings, config: ModelConfig, listener: socket.socket) -> int:
+async def serve(settings: Settings, config: ModelConfig, listener: socket.socket, script: list[AnyFault] | None) -> int:
     """Until a signal (0) or until the loop thread fails (1)."""
     from aiohttp import web
 
@@ -93,6 +108,8 @@ async def serve(settings: Settings, config: ModelConfig, listener: socket.socket
 
     try:
         engine = Engine(settings, config)
+        server = Server(engine)
+        handle = server.handle if script is None else with_faults(server, script, settings)
     except ValueError as error:
         fail(str(error))
     engine.start()
@@ -100,8 +117,7 @@ async def serve(settings: Settings, config: ModelConfig, listener: socket.socket
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, asked_to_end.set)
     # A handler is cancelled when its client goes away: that is what aborts the request.
-    server = Server(engine)
-    front = web.Server(server.handle, request_factory=server.make_request, access_log=None, handler_cancellation=True)
+    front = web.Server(handle, request_factory=server.make_request, access_log=None, handler_cancellation=True)
     runner = web.ServerRunner(front, shutdown_timeout=0.1)
     await runner.setup()
     await web.SockSite(runner, listener, backlog=BACKLOG).start()
@@ -114,6 +130,12 @@ async def serve(settings: Settings, config: ModelConfig, listener: socket.socket
     await asyncio.wait([asyncio.ensure_future(runner.cleanup())], timeout=CLOSE_S)
     engine.scheduler.stop()
     return 1 if engine.ended.is_set() else 0
+
+
+def with_faults(server: Server, script: list[AnyFault], settings: Settings) -> Handler:
+    from rollout.engine.faults import Faults
+
+    return Faults(server, script, by_http=settings.allow_faults).handle
 
 
 if __name__ == "__main__":

@@ -63,8 +63,9 @@ class Engine:
         self._text = None if settings.skip_tokenizer_init else open_text(settings.model_path)
         model = Model(config, TORCH_DTYPES[settings.dtype], self.context_length)
         load_checkpoint(model, settings.model_path)
-        self.scheduler = Scheduler(model, settings, self.context_length, self._text, self._announce, self._loop_failed)
-        self.control = Control(self.scheduler)
+        scheduler, control = (Scheduler, Control) if settings.paced is None else _paced()
+        self.scheduler = scheduler(model, settings, self.context_length, self._text, self._announce, self._loop_failed)
+        self.control = control(self.scheduler)
         self.groups = Groups()
         self.startup_s = time.monotonic() - began_s
         self.limits = protocol.Limits(
@@ -250,6 +251,12 @@ class Engine:
             self.scheduler.abort(None)
         await self.call(lambda: self.control.set_version(version))
         self.weight_version = version
+
+
+def _paced() -> tuple[type[Scheduler], type[Control]]:
+    from rollout.engine.paced import PacedControl, PacedScheduler
+
+    return PacedScheduler, PacedControl
 
 
 def _wake(requests: list[Request]) -> None:

@@ -46,11 +46,13 @@ def server_info(engine: Engine) -> dict[str, Any]:
     scheduler, memory = engine.scheduler, _memory(engine)
     flags = asdict(settings) | {
         "model_path": str(settings.model_path),
+        "faults": None if settings.faults is None else str(settings.faults),
         "api_key": bool(settings.api_key),
         "admin_api_key": bool(settings.admin_api_key),
     }
     return flags | {
         "embedded": True,
+        "computes_nothing": settings.paced is not None,
         "seeded_sampling": "sampling_seed is always honoured: noise is a hash of (seed, absolute position, token id)",
         "context_length": engine.context_length,
         "tp_size": 1,

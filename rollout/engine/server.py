@@ -39,6 +39,8 @@ MOST_BODY_BYTES = 64 * 2**20
 class Server:
     """`handle` is an aiohttp low-level handler: routes by a table, keys by SGLang's two levels, errors in SGLang's envelopes."""
 
+    stream_class = web.StreamResponse
+
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._generate_decoder = msgspec.json.Decoder(GenerateBody)
@@ -70,8 +72,15 @@ class Server:
             ("/weights_checker", "GET POST", True, self._checker),
             ("/slow_down", "GET POST", True, self._slow_down),
         ):
-            for path in paths.split():
-                self._routes[path] = (methods, admin, handler)
+            self.add_route(paths, methods, admin, handler)
+
+    def add_route(self, paths: str, methods: str, admin: bool, handler: Handler) -> None:
+        for path in paths.split():
+            self._routes[path] = (methods, admin, handler)
+
+    @property
+    def paths(self) -> set[str]:
+        return set(self._routes)
 
     async def handle(self, request: BaseRequest) -> web.StreamResponse:
         route = self._routes.get(request.path)
@@ -135,7 +144,7 @@ class Server:
 
     async def _stream(self, request: BaseRequest, body: GenerateBody) -> web.StreamResponse:
         """Server-sent events. What is wrong with the request is an event too: the headers say 200 before anything is checked."""
-        response = web.StreamResponse(headers={"content-type": "text/event-stream; charset=utf-8"})
+        response = self.stream_class(headers={"content-type": "text/event-stream; charset=utf-8"})
         await response.prepare(request)
         try:
             bodies, batch = protocol.split_batch(body)

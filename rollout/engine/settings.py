@@ -34,6 +34,9 @@ class Settings:
     threads: int = 1
     dtype: str = "float32"
     log_level: str = "info"
+    paced: float | None = None
+    faults: Path | None = None
+    allow_faults: bool = False
 
 
 def parse_flags(arguments: list[str]) -> Settings:
@@ -70,7 +73,22 @@ def parse_flags(arguments: list[str]) -> Settings:
     parser.add_argument("--threads", type=_count(1, MAX_THREADS), default=default.threads, help="torch threads")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default=default.dtype)
     parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default=default.log_level)
+    parser.add_argument(
+        "--paced",
+        type=_rate,
+        metavar="TOKENS_PER_S",
+        help="for benchmarks of clients: compute nothing, and give every request made-up tokens at this rate (rollout/engine/paced.py)",
+    )
+    parser.add_argument("--faults", type=Path, metavar="FILE", help="for tests: fail as this JSON script says (rollout/engine/faults.py)")
+    parser.add_argument("--allow-faults", action="store_true", help="for tests: POST /faults replaces the script of a running engine")
     return Settings(**vars(parser.parse_args(arguments)))
+
+
+def _rate(text: str) -> float:
+    value = float(text)
+    if not 0.0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is no number of tokens a second; it must be above 0")
+    return value
 
 
 def _count(least: int, most: int | None = None) -> Callable[[str], int]:

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout.answer import Answer, EngineError, EventSplitter, Generation, Prefix, error_text, joined, merged, refusal
+from rollout.answer import Answer, EngineError, EventSplitter, Generation, Prefix, check_log_probs, error_text, joined, merged, refusal
 
 
 def fold(chunks, **how):
@@ -85,6 +85,13 @@ def test_E13_a_malformed_answer_is_infrastructure(make_chunk, changes):
     error = refused([make_chunk([5, 6], finish="stop", **changes)])
     assert error.kind == "infrastructure"
     assert "malformed" in str(error)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf"), 0.5, None, "-1", True])
+def test_E13_a_log_prob_that_is_no_finite_number_is_malformed(value):
+    with pytest.raises(EngineError, match=rf"malformed answer: {value!r} is not a log-prob"):
+        check_log_probs([-0.5, value, -1])
+    check_log_probs([-0.5, 0.0, -1])
 
 
 @pytest.mark.parametrize("token", [1000, -1, 1.5, "5", True])

@@ -16,7 +16,7 @@ import pytest
 
 VOCAB = 259
 EOS = 2
-START_S = 30.0
+START_S = 90.0
 SOURCES = Path(__file__).parents[3]  # -P keeps the current directory out of the way
 
 

@@ -1,0 +1,162 @@
+"""The paced mode: an engine's HTTP side at a given rate, without a model. It is for benchmarks of clients and computes nothing.
+
+Every running request gets `stream_interval` tokens a step, from a table of made-up tokens and log-probs, and so many steps a second that
+the rate is what was asked for; an answer ends by its length alone. Requests, streams, spans, pauses and aborts are the engine's own.
+
+There is no loop thread. Steps run in the server's event loop, each after the chunks of the one before are written, so an engine that is
+behind is slower and its chunks stay as long as they were: what a client has to do does not depend on the load.
+
+What would need numbers is refused, in words: weights, checksums, log-probs of a prompt. A push of a run fails at its first bucket.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import zlib
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from rollout.engine.control import Control
+from rollout.engine.request import LogProb, Request, finish_aborted_running, finish_failed, finish_length
+from rollout.engine.scheduler import Scheduler
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+COMPUTES_NOTHING = "this engine runs with --paced and computes nothing, its tokens are made up: for benchmarks only, start it without"
+TABLE_TOKENS = 4096
+PUBLISH_S = 0.1
+# The loop's rounds from a step to the last of its chunks: one wakes the requests, in the next they write.
+ROUNDS_TO_WRITE = 2
+
+
+class PacedScheduler(Scheduler):
+    """All methods are called in the event loop."""
+
+    def start(self) -> None:
+        settings, config = self.settings, self.model.config
+        assert settings.paced is not None
+        log.warning("%g tokens a second and request; %s", settings.paced, COMPUTES_NOTHING)
+        self._chunk = min(settings.stream_interval, TABLE_TOKENS)
+        self._step_s = self._chunk / settings.paced
+        made = random.Random(settings.random_seed)
+        possible = [token for token in range(config.vocab_size) if token not in config.eos_ids]
+        tokens = made.choices(possible, k=TABLE_TOKENS)
+        # Twice, so that a slice that starts inside never has to wrap around.
+        self._tokens = tokens * 2
+        self._pairs: list[LogProb] = [[-made.expovariate(1.0), token, None] for token in tokens] * 2
+        self._work = asyncio.Event()
+        self._published_s = 0.0
+        self._task = asyncio.get_running_loop().create_task(self._steps(), name="paced")
+        self._task.add_done_callback(self._ended)
+
+    def stop(self) -> None:
+        self._task.cancel()
+
+    def submit(self, request: Request) -> None:
+        if request.wants_input_logprobs:
+            request.end(finish_failed(COMPUTES_NOTHING, 400))
+            self._deliver([request])
+            return
+        self._accept(request)
+        self._work.set()
+
+    def abort(self, rid: str | None) -> None:
+        self._abort(rid)
+
+    def call(self, action: Callable[[], T]) -> Future[T]:
+        future: Future[T] = Future()
+        try:
+            future.set_result(action())
+        except Exception as error:  # it belongs to the caller
+            future.set_exception(error)
+        self._work.set()
+        return future
+
+    async def _steps(self) -> None:
+        """Consumes requests; waits for the next step's time, or for a request while there is none or in a pause."""
+        loop = asyncio.get_running_loop()
+        due_s = loop.time()
+        while True:
+            if self.paused or self.is_empty:
+                self._publish()
+                self._work.clear()
+                await self._work.wait()
+                due_s = loop.time()
+                continue
+            self._turn()
+            for _ in range(ROUNDS_TO_WRITE):
+                await asyncio.sleep(0)
+            due_s = max(due_s + self._step_s + self.forward_sleep_s, loop.time())
+            await asyncio.sleep(due_s - loop.time())
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled():
+            error = task.exception()
+            assert error is not None
+            log.critical("the paced loop failed; the engine ends", exc_info=error)
+            self._died(error)
+
+    def _turn(self) -> None:
+        if self.cache.data is None:
+            self._refuse_without_cache()
+        room = self.settings.max_running_requests - len(self.running)
+        for _ in range(min(room, len(self.waiting))):
+            request = self.waiting.popleft()
+            self.prefilled_tokens += request.length
+            self.running.append(request)
+        news, going = [], []
+        for request in self.running:
+            finish = self._grow(request)
+            if finish is not None:
+                request.end(finish)
+                news.append(request)
+                continue
+            going.append(request)
+            if request.stream and self._may_show(request):
+                request.show()
+                news.append(request)
+        self.running = going
+        self._deliver(news)
+        now_s = asyncio.get_running_loop().time()
+        if now_s - self._published_s >= PUBLISH_S:
+            self._published_s = now_s
+            self._publish()
+
+    def _grow(self, request: Request) -> dict[str, Any] | None:
+        """One step's tokens; why the request ends with them, if it does."""
+        had = len(request.output_ids)
+        most = request.sampling.max_new_tokens
+        count = 1 if request.aborting else self._chunk
+        count = min(count, most - had)
+        if count:
+            at = (zlib.crc32(request.rid.encode()) + had) % TABLE_TOKENS
+            if not request.spans or request.spans[-1][0] != self.weight_version:
+                request.spans.append((self.weight_version, had))
+            request.output_ids += self._tokens[at : at + count]
+            if request.return_logprob:
+                request.output_logprobs += self._pairs[at : at + count]
+            self.generated_tokens += count
+        if request.aborting:
+            return finish_aborted_running()
+        return finish_length(most) if had + count >= most else None
+
+
+class PacedControl(Control):
+    """Refuses what a verification would ask."""
+
+    def _refuse_released_weights(self) -> None:
+        raise ValueError(COMPUTES_NOTHING)
+
+    def checksums(self, skipped: list[str]) -> dict[str, str]:
+        raise ValueError(COMPUTES_NOTHING)
+
+    def equal_to_stored(self, entries: list[str]) -> list[str]:
+        raise ValueError(COMPUTES_NOTHING)
+
+    def weight(self, name: str, rows: int) -> list[Any]:
+        raise ValueError(COMPUTES_NOTHING)
