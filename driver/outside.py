@@ -56,7 +56,7 @@ class Outside:
         self.engines: dict[str, Watched] = {}
         found = run.core.db.query("SELECT value FROM meta WHERE name = ?", (ADDED,))
         self._added: list[str] = list(orjson.loads(found[0][0])) if found else []
-        self._leaving: set[asyncio.Task[None]] = set()
+        self._leaving: dict[str, asyncio.Task[None]] = {}  # by engine_id
 
     def start(self) -> None:
         """Those of the configuration, and those that were added over REST before a restart."""
@@ -69,8 +69,7 @@ class Outside:
         tasks = [watched.task for watched in self.engines.values()]
         for task in tasks:
             task.cancel()
-        tasks += self._leaving
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, *self._leaving.values(), return_exceptions=True)
         slots = [self._run.pool.slots.get(engine_id) for engine_id in self.engines]
         await asyncio.gather(*(self._run.pusher.leave(slot) for slot in slots if slot is not None and slot.state in UNFINISHED))
 
@@ -96,9 +95,7 @@ class Outside:
             unfinished = slot.state in UNFINISHED
             self._run.pool.gone(slot, "removed")
             if unfinished:
-                leaving = asyncio.create_task(self._run.pusher.leave(slot), name=f"leaving {engine_id}")
-                self._leaving.add(leaving)
-                leaving.add_done_callback(self._leaving.discard)
+                self._leave(slot)
         self._run.pool.absent.pop(engine_id, None)
         self._run.core.ring()
         return True
@@ -108,6 +105,13 @@ class Outside:
         watched = self.engines.get(engine_id)
         if watched is not None and not watched.given_up.done():
             watched.given_up.set_result(reason)
+
+    def _leave(self, slot: EngineSlot) -> asyncio.Task[None]:
+        """In a task of its own: half of it would leave the engine paused, and whoever asks for it may be cancelled."""
+        leaving = asyncio.create_task(self._run.pusher.leave(slot), name=f"leaving {slot.engine_id}")
+        self._leaving[slot.engine_id] = leaving
+        leaving.add_done_callback(lambda _: self._leaving.pop(slot.engine_id))
+        return leaving
 
     # ---- one engine ------------------------------------------------------------------------------------------------------
 
@@ -131,6 +135,8 @@ class Outside:
             url, run.http, rollout.engine_api_key, admin_key=rollout.engine_admin_key, vocab_size=run.tokenizer.vocab_size
         )
         loop = asyncio.get_running_loop()
+        if engine_id in self._leaving:  # it was removed a moment ago: the calls of two hands together may be illegal
+            await asyncio.wait([self._leaving[engine_id]])
         while True:
             try:
                 slot = await self._take(engine_id, client)
@@ -146,7 +152,7 @@ class Outside:
                     run.pool.gone(slot, reason)
                 self._say(watched, reason)
                 if unfinished:
-                    await run.pusher.leave(slot)
+                    await asyncio.shield(self._leave(slot))
                 if loop.time() - taken_at > HEALTHY_S:
                     pause_s = FIRST_PAUSE_S
             await asyncio.sleep(pause_s)

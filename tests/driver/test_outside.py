@@ -31,6 +31,7 @@ def lab(monkeypatch):
         return pool.register(name, client, incarnation, 4, capabilities)
 
     async def leave(slot):
+        await lab.may_leave.wait()
         left.append(slot.incarnation)
 
     config = SimpleNamespace(
@@ -48,7 +49,8 @@ def lab(monkeypatch):
         pusher=SimpleNamespace(leave=leave),
         processes=SimpleNamespace(enroll=enroll, last_incarnation=lambda _: len(lives), note_incarnation=lambda *_: None),
     )
-    lab = SimpleNamespace(pool=pool, lives=lives, left=left, version="default", model={"architectures": ["A"]}, failed=[])
+    lab = SimpleNamespace(pool=pool, lives=lives, left=left, version="default", model={"architectures": ["A"]}, failed=[], may_leave=asyncio.Event())
+    lab.may_leave.set()
 
     async def says_version(_client, *, deadline_s):
         if isinstance(lab.version, Exception):
@@ -116,6 +118,37 @@ async def test_E3_one_that_failed_its_push_is_left_whole_and_taken_again(lab):
     await until(lambda: slot(lab) is not None)
     lab.pool.quarantine(slot(lab), "checksums")
     lab.outside.give_up("far:1", "checksums")
+    await until(lambda: lab.lives == [1, 2])
+    assert lab.left == [1]
+    await lab.outside.stop()
+
+
+@pytest.mark.parametrize("how", ["stop", "remove"])
+async def test_L3_one_that_is_being_left_is_not_left_halfway_when_the_run_ends_or_lets_it_go(lab, how):
+    lab.outside.start()
+    await until(lambda: slot(lab) is not None)
+    lab.may_leave.clear()
+    lab.pool.quarantine(slot(lab), "checksums")
+    lab.outside.give_up("far:1", "checksums")
+    await until(lambda: slot(lab) is None)
+    if how == "remove":
+        assert lab.outside.remove("far:1")
+    asyncio.get_running_loop().call_later(0.05, lab.may_leave.set)
+    await lab.outside.stop()
+    assert lab.left == [1], "half of it leaves the engine paused"
+
+
+async def test_E16_one_that_is_added_again_is_not_asked_before_it_was_left(lab):
+    lab.outside._run.config.service.engine_hosts = ["far"]
+    lab.outside.start()
+    await until(lambda: slot(lab) is not None)
+    lab.may_leave.clear()
+    lab.pool.shut(slot(lab), "a push")
+    lab.outside.remove("far:1")
+    lab.outside.add("http://far:1")
+    await asyncio.sleep(0.05)
+    assert lab.lives == [1], "a push now and the calls of the one before would be two hands on one engine"
+    lab.may_leave.set()
     await until(lambda: lab.lives == [1, 2])
     assert lab.left == [1]
     await lab.outside.stop()
