@@ -188,6 +188,26 @@ async def test_E16_a_push_waits_for_no_engine_that_left_in_the_middle_of_it_and_
     assert (outcome.engine_id, outcome.verified, came.state) == ("engine-2", True, "open")
 
 
+async def test_E16_an_engine_may_leave_while_its_push_that_ran_out_of_time_tidies_up(parts):
+    pool, engine, slot, _, pusher = parts
+    pusher._deadline_s = 0.05
+    tidying = asyncio.Event()
+
+    async def bucket(tensors):
+        try:
+            await asyncio.sleep(60)
+        finally:
+            tidying.set()
+            await asyncio.sleep(0.05)
+
+    engine.update_from_tensor = bucket
+    push = asyncio.create_task(pusher.push_all(SNAPSHOT))
+    await tidying.wait()
+    pool.gone(slot, "killed")
+    (outcome,) = await push
+    assert not outcome.verified and slot.state == "gone"
+
+
 async def test_E6_a_pause_that_never_returns_is_bounded(parts):
     pool, engine, slot, replaced, _ = parts
 
