@@ -208,6 +208,28 @@ async def test_E16_an_engine_may_leave_while_its_push_that_ran_out_of_time_tidie
     assert not outcome.verified and slot.state == "gone"
 
 
+async def test_E14_an_engine_found_hanging_while_its_push_begins_is_quarantined_once(parts, monkeypatch):
+    pool, engine, slot, replaced, pusher = parts
+    slot.capabilities = replace(capabilities_of({"version": "0.5.23"}, {}), memory_saver=True)
+    slot.pid = 1
+    pusher._transports = Transports("auto", {"tensor": StoreTransport})
+
+    async def gpu_bytes(pid):
+        return 1
+
+    async def server_info():
+        if slot.state == "open":
+            pool.quarantine(slot, "it hangs")
+        raise EngineError("infrastructure", "no answer")
+
+    monkeypatch.setattr("driver.release.gpu_bytes", gpu_bytes)
+    engine.server_info = server_info
+    pool.open(slot, Version("run", 0, 2, 7))
+    (outcome,) = await pusher.push_all(SNAPSHOT)
+    assert not outcome.verified and slot.state == "quarantined" and slot.reason == "it hangs"
+    assert replaced == [], "who found it has seen to that"
+
+
 async def test_E6_a_pause_that_never_returns_is_bounded(parts):
     pool, engine, slot, replaced, _ = parts
 
