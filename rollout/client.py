@@ -10,6 +10,7 @@ import base64
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
+from http.cookiejar import CookieJar, DefaultCookiePolicy
 from types import TracebackType
 from typing import Any, Literal, Self
 from urllib.parse import urlsplit
@@ -33,17 +34,19 @@ INFO_S = 5.0  # reads of state
 CONTROL_S = 30.0  # pauses, flushes, versions
 WEIGHTS_S = 120.0  # memory and weights
 
-# What a broken connection looks like through httpx over aiohttp; a few aiohttp errors (a malformed status line) pass unmapped.
-BROKEN = (httpx.TransportError, httpx.StreamError, aiohttp.ClientError, OSError)
+# What a broken connection or answer looks like through httpx over aiohttp; a few aiohttp errors (a malformed status line) pass unmapped.
+# RequestError has those of decompressing too, UnicodeError the names that the resolver cannot encode.
+BROKEN = (httpx.RequestError, httpx.StreamError, aiohttp.ClientError, OSError, UnicodeError)
 
 
 class EngineHttp(HttpxAiohttpClient):
     """The client that all engines share: httpx over aiohttp. Close it with `aclose()`."""
 
     def __init__(self, limits: httpx.Limits) -> None:
-        """Proxies named in the environment are not for engines."""
+        """Proxies named in the environment are not for engines. What one sets as a cookie is not sent to the others on its host."""
         self._direct = AiohttpTransport(limits=limits, trust_env=False)
-        super().__init__(transport=self._direct, timeout=None, trust_env=False)
+        no_cookies = CookieJar(DefaultCookiePolicy(allowed_domains=[]))
+        super().__init__(transport=self._direct, timeout=None, trust_env=False, cookies=no_cookies)
 
     @asynccontextmanager
     async def posted(self, url: httpx.URL, body: bytes, headers: httpx.Headers) -> AsyncIterator[httpx.Response]:
