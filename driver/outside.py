@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from driver.ledger import Upsert
-from rollout.address import allowed_host, checked_url, engine_id_of
+from rollout.address import NotAllowed, allowed_host, checked_url, engine_id_of
 from rollout.answer import EngineError
 from rollout.client import EngineClient
 from rollout.pool import EngineSlot
@@ -79,6 +79,8 @@ class Outside:
         allowed_host(url, config.service.engine_hosts)
         engine_id = engine_id_of(url)
         if engine_id not in self.engines:
+            if engine_id in {engine_id_of(ours) for ours in self._run.processes.engine_urls if ours}:
+                raise NotAllowed(f"the engine at {engine_id} was started by this run and serves it already")
             self._remember([*self._added, checked_url(url)])
             self._watch(checked_url(url))
         return engine_id

@@ -47,9 +47,13 @@ def lab(monkeypatch):
         core=SimpleNamespace(ring=lambda: None, db=SimpleNamespace(query=lambda *_: [], write=lambda _: None)),
         transports=SimpleNamespace(name_for=lambda *_: "disk"),
         pusher=SimpleNamespace(leave=leave),
-        processes=SimpleNamespace(enroll=enroll, last_incarnation=lambda _: len(lives), note_incarnation=lambda *_: None),
+        processes=SimpleNamespace(
+            enroll=enroll, last_incarnation=lambda _: len(lives), note_incarnation=lambda *_: None, engine_urls=["", "http://127.0.0.1:7"]
+        ),
     )
-    lab = SimpleNamespace(pool=pool, lives=lives, left=left, version="default", model={"architectures": ["A"]}, failed=[], may_leave=asyncio.Event())
+    lab = SimpleNamespace(
+        pool=pool, lives=lives, left=left, version="default", model={"architectures": ["A"]}, failed=[], may_leave=asyncio.Event()
+    )
     lab.may_leave.set()
 
     async def says_version(_client, *, deadline_s):
@@ -154,6 +158,13 @@ async def test_E16_one_that_is_added_again_is_not_asked_before_it_was_left(lab):
     await lab.outside.stop()
 
 
+async def test_an_engine_that_the_run_started_is_not_added_a_second_time(lab):
+    lab.outside._run.config.service.engine_hosts = ["localhost"]
+    with pytest.raises(NotAllowed, match="was started by this run"):
+        lab.outside.add("http://localhost:7")
+    assert lab.outside.engines == {}
+
+
 async def test_E10_another_model_is_not_taken_and_the_reason_is_shown(lab):
     lab.model = {"architectures": ["B"]}
     lab.outside.start()
@@ -169,6 +180,8 @@ async def test_E10_another_model_is_not_taken_and_the_reason_is_shown(lab):
         ("http://a:1", ["a"], True),
         ("http://A:1/", ["a:1"], True),
         ("http://a:2", ["a:1"], False),
+        ("http://a:80", ["a:80"], True),
+        ("http://a", ["a:80"], True),
         ("http://x.gpu.local:1", ["*.gpu.local"], True),
         ("http://gpu.local:1", ["*.gpu.local"], False),
         ("http://evilgpu.local:1", ["*.gpu.local"], False),
@@ -188,7 +201,13 @@ def test_engines_may_be_added_where_the_configuration_allows(url, hosts, allowed
 
 
 @pytest.mark.parametrize(
-    "url", ["a:1", "ftp://a:1", "http://", "http://a:99999", "http://u:p@a:1", "http://a:1/x", "http://a:1?q", "http://a:1#f"]
+    "url",
+    [
+        *["a:1", "ftp://a:1", "http://", "http://a:99999", "http://u:p@a:1", "http://a:1/x", "http://a:1?q", "http://a:1#f"],
+        # Such a name is an error of the client's or the resolver's own, and neither may end a run.
+        *["http://a..b:1", f"http://{'a' * 64}.b:1", "http://a b:1", "http://a\x01.b:1", "http://xn--.b"],
+        *["http://999.1.1.1:1", "http://127.1:1", "http://a:0"],
+    ],
 )
 def test_what_is_not_an_engines_address_is_refused_in_words(url):
     with pytest.raises(NotAllowed):
@@ -198,3 +217,5 @@ def test_what_is_not_an_engines_address_is_refused_in_words(url):
 def test_an_address_has_one_name():
     assert engine_id_of("http://Host:30000/") == engine_id_of("http://host:30000") == "host:30000"
     assert engine_id_of("http://[::1]:1") == "[::1]:1"
+    assert engine_id_of("http://host:80") == engine_id_of("http://host")
+    assert engine_id_of("http://localhost:30000") == engine_id_of("http://127.0.0.1:30000"), "two pushes to one engine would kill it"
