@@ -177,8 +177,9 @@ class Outside:
             await client.freeze_gc()
         incarnation = run.processes.last_incarnation(engine_id) + 1
         run.processes.note_incarnation(engine_id, incarnation)
+        life = await run.processes.next_life()
         log.info("engine %s is taken, as incarnation %d", engine_id, incarnation)
-        return run.processes.enroll(engine_id, client, incarnation, capabilities)
+        return run.processes.enroll(engine_id, client, incarnation, life, capabilities)
 
     async def _until_lost(self, watched: Watched, slot: EngineSlot) -> str:
         """Until it is silent, says another version, or is given up; the reason."""

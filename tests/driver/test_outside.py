@@ -26,7 +26,10 @@ def lab(monkeypatch):
     monkeypatch.setattr(outside, "FIRST_PAUSE_S", 0.01)
     pool, lives, left = EnginePool(), [], []
 
-    def enroll(name, client, incarnation, capabilities):
+    async def next_life():
+        return len(lives) + 1
+
+    def enroll(name, client, incarnation, life, capabilities):
         lives.append(incarnation)
         return pool.register(name, client, incarnation, 4, capabilities)
 
@@ -48,7 +51,11 @@ def lab(monkeypatch):
         transports=SimpleNamespace(name_for=lambda *_: "disk"),
         pusher=SimpleNamespace(leave=leave),
         processes=SimpleNamespace(
-            enroll=enroll, last_incarnation=lambda _: len(lives), note_incarnation=lambda *_: None, engine_urls=["", "http://127.0.0.1:7"]
+            enroll=enroll,
+            next_life=next_life,
+            last_incarnation=lambda _: len(lives),
+            note_incarnation=lambda *_: None,
+            engine_urls=["", "http://127.0.0.1:7"],
         ),
     )
     lab = SimpleNamespace(
