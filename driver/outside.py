@@ -22,6 +22,7 @@ from rollout.address import NotAllowed, allowed_host, checked_url, engine_id_of
 from rollout.answer import EngineError
 from rollout.client import EngineClient
 from rollout.pool import EngineSlot
+from rollout.slot import State
 
 if TYPE_CHECKING:
     from driver.run import Run
@@ -71,7 +72,7 @@ class Outside:
             task.cancel()
         await asyncio.gather(*tasks, *self._leaving.values(), return_exceptions=True)
         slots = [self._run.pool.slots.get(engine_id) for engine_id in self.engines]
-        await asyncio.gather(*(self._run.pusher.leave(slot) for slot in slots if slot is not None and slot.state in UNFINISHED))
+        await asyncio.gather(*(self._let_go(slot, slot.state) for slot in slots if slot is not None))
 
     def add(self, url: str) -> str:
         """Over REST. Known already is fine. Raises NotAllowed."""
@@ -94,10 +95,9 @@ class Outside:
         self._remember([url for url in self._added if engine_id_of(url) != engine_id])
         slot = self._run.pool.slots.get(engine_id)
         if slot is not None:
-            unfinished = slot.state in UNFINISHED
+            state = slot.state
             self._run.pool.gone(slot, "removed")
-            if unfinished:
-                self._leave(slot)
+            self._leave(slot, state)
         self._run.pool.absent.pop(engine_id, None)
         self._run.core.ring()
         return True
@@ -108,12 +108,20 @@ class Outside:
         if watched is not None and not watched.given_up.done():
             watched.given_up.set_result(reason)
 
-    def _leave(self, slot: EngineSlot) -> asyncio.Task[None]:
+    def _leave(self, slot: EngineSlot, state: State) -> asyncio.Task[None]:
         """In a task of its own: half of it would leave the engine paused, and whoever asks for it may be cancelled."""
-        leaving = asyncio.create_task(self._run.pusher.leave(slot), name=f"leaving {slot.engine_id}")
+        leaving = asyncio.create_task(self._let_go(slot, state), name=f"leaving {slot.engine_id}")
         self._leaving[slot.engine_id] = leaving
         leaving.add_done_callback(lambda _: self._leaving.pop(slot.engine_id))
         return leaving
+
+    async def _let_go(self, slot: EngineSlot, state: State) -> None:
+        """`state`: that in which it was. One that still waits for its first push may be as a driver that was killed left it."""
+        try:
+            if state in UNFINISHED or (state == "starting" and await slot.client.is_paused()):
+                await self._run.pusher.leave(slot)
+        except EngineError as error:
+            log.warning("%s does not say whether it is paused: %s", slot.engine_id, error)
 
     # ---- one engine ------------------------------------------------------------------------------------------------------
 
@@ -149,12 +157,12 @@ class Outside:
                 watched.given_up = loop.create_future()
                 taken_at = loop.time()
                 reason = await self._until_lost(watched, slot)
-                unfinished = slot.state in UNFINISHED
+                state = slot.state
                 if slot.state != "gone":
                     run.pool.gone(slot, reason)
                 self._say(watched, reason)
-                if unfinished:
-                    await asyncio.shield(self._leave(slot))
+                if state in UNFINISHED:
+                    await asyncio.shield(self._leave(slot, state))
                 if loop.time() - taken_at > HEALTHY_S:
                     pause_s = FIRST_PAUSE_S
             await asyncio.sleep(pause_s)

@@ -180,6 +180,16 @@ class EngineClient:
     async def continue_generation(self, *, deadline_s: float = CONTROL_S) -> None:
         await self._post("/continue_generation", {}, deadline_s)
 
+    async def is_paused(self) -> bool:
+        """A server that starts or ends says the same as one that is paused."""
+        try:
+            await self._call("GET", "/ready", None, INFO_S)
+        except EngineError as error:
+            if error.status == 503:
+                return True
+            raise
+        return False
+
     async def release(self, tags: Sequence[str], *, deadline_s: float = WEIGHTS_S) -> None:
         """Give back memory. Real engines die of this call unless they are paused and idle, and of a `resume` of what they hold."""
         await self._post("/release_memory_occupation", {"tags": list(tags)}, deadline_s)

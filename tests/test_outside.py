@@ -111,6 +111,8 @@ def test_E8_no_trajectory_is_discarded_with_the_only_engine(service, engines):
     service.up(f"rollout.engine_urls=[{only.url}]", "stop.batches=400")
     assert service.submit().status_code == 201
     service.wait(lambda s: s["trained_version"] >= 2, "two batches")
+    only.process.send_signal(signal.SIGSTOP)  # so that it dies with requests in flight
+    service.wait(lambda s: s["in_flight"] >= 8, "requests in flight")
     only.kill()
     service.wait(lambda _: state(service, only) == "absent", "it is noticed")
     only.start()

@@ -59,7 +59,14 @@ def lab(monkeypatch):
         ),
     )
     lab = SimpleNamespace(
-        pool=pool, lives=lives, left=left, version="default", model={"architectures": ["A"]}, failed=[], may_leave=asyncio.Event()
+        pool=pool,
+        lives=lives,
+        left=left,
+        version="default",
+        model={"architectures": ["A"]},
+        failed=[],
+        may_leave=asyncio.Event(),
+        paused=False,
     )
     lab.may_leave.set()
 
@@ -77,6 +84,10 @@ def lab(monkeypatch):
     async def model_info(_client):
         return lab.model
 
+    async def is_paused(_client):
+        return lab.paused
+
+    monkeypatch.setattr(EngineClient, "is_paused", is_paused)
     monkeypatch.setattr(EngineClient, "says_version", says_version)
     monkeypatch.setattr(EngineClient, "capabilities", capabilities)
     monkeypatch.setattr(EngineClient, "freeze_gc", nothing)
@@ -147,6 +158,18 @@ async def test_L3_one_that_is_being_left_is_not_left_halfway_when_the_run_ends_o
     asyncio.get_running_loop().call_later(0.05, lab.may_leave.set)
     await lab.outside.stop()
     assert lab.left == [1], "half of it leaves the engine paused"
+
+
+@pytest.mark.parametrize("how", ["stop", "remove"])
+@pytest.mark.parametrize("paused", [True, False])
+async def test_L3_one_that_a_killed_driver_left_paused_is_not_left_so_before_its_first_push(lab, how, paused):
+    lab.paused = paused
+    lab.outside.start()
+    await until(lambda: slot(lab) is not None)
+    if how == "remove":
+        lab.outside.remove("far:1")
+    await lab.outside.stop()
+    assert lab.left == ([1] if paused else [])
 
 
 async def test_E16_one_that_is_added_again_is_not_asked_before_it_was_left(lab):

@@ -252,6 +252,13 @@ async def test_control_calls_say_what_sglang_expects(server, client):
     assert bodies[8]["abort_all_requests"] is False
 
 
+async def test_a_paused_server_is_not_ready(server, client):
+    server.replies["/ready"] = [(200, b""), (503, b""), (500, b"")]
+    assert (await client.is_paused(), await client.is_paused()) == (False, True)
+    with pytest.raises(EngineError):
+        await client.is_paused()
+
+
 async def test_E1_a_refused_flush_is_an_answer(server, client):
     server.replies["/flush_cache"] = [(400, b"running"), (200, b"done"), (500, b"broken")]
     assert await client.flush() is False
