@@ -111,8 +111,15 @@ def test_E8_no_trajectory_is_discarded_with_the_only_engine(service, engines):
     service.up(f"rollout.engine_urls=[{only.url}]", "stop.batches=400")
     assert service.submit().status_code == 201
     service.wait(lambda s: s["trained_version"] >= 2, "two batches")
-    only.process.send_signal(signal.SIGSTOP)  # so that it dies with requests in flight
-    service.wait(lambda s: s["in_flight"] >= 8, "requests in flight")
+    until = time.monotonic() + 60
+    while True:  # it dies with requests in flight
+        only.process.send_signal(signal.SIGSTOP)
+        time.sleep(0.2)
+        if service.run()["in_flight"] >= 8 and state(service, only) == "open":
+            break
+        assert time.monotonic() < until
+        only.process.send_signal(signal.SIGCONT)
+        time.sleep(0.05)
     only.kill()
     service.wait(lambda _: state(service, only) == "absent", "it is noticed")
     only.start()
