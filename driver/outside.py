@@ -32,8 +32,7 @@ HEARTBEAT_S = 1.0
 ANSWER_S = 3.0
 MISSES = 4  # on a busy machine an HTTP thread may be starved for seconds
 FIRST_PAUSE_S = 0.5
-LONGEST_PAUSE_S = 30.0
-HEALTHY_S = 60.0  # of service, after which earlier failures no longer count
+LONGEST_PAUSE_S = 10.0
 ADDED = "engines added over REST"  # in the ledger's table `meta`
 UNFINISHED = ("shut", "quarantined")  # a push was cut short: the engine may be paused, with weights of two versions
 
@@ -155,7 +154,6 @@ class Outside:
             else:
                 run.pool.absent.pop(engine_id, None)
                 watched.given_up = loop.create_future()
-                taken_at = loop.time()
                 reason = await self._until_lost(watched, slot)
                 state = slot.state
                 if slot.state != "gone":
@@ -163,7 +161,7 @@ class Outside:
                 self._say(watched, reason)
                 if state in UNFINISHED:
                     await asyncio.shield(self._leave(slot, state))
-                if loop.time() - taken_at > HEALTHY_S:
+                if slot.served_requests:  # it was verified and open: what went before no longer counts
                     pause_s = FIRST_PAUSE_S
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)

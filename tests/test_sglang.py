@@ -22,6 +22,7 @@ from driver.transport import DiskTransport, Parcel, SharedMemoryTransport, Trans
 from rollout.capabilities import capabilities_of
 from rollout.client import EngineClient, make_http
 from rollout.pool import EnginePool
+from rollout.slot import EngineSlot
 from rollout.version import Version
 from store import EmbeddedStore
 from tests.courier import CourierProcess
@@ -162,10 +163,10 @@ async def test_L3_requests_in_flight_go_on_over_a_push_and_each_token_is_of_the_
 
 
 async def test_E3_a_push_that_had_no_effect_is_refused_however_small_the_step(server, store):
-    class Nothing:
+    class Nothing(Parcel):
         in_session = True
 
-        async def send(self, client: EngineClient) -> None:
+        async def send(self, slot: EngineSlot) -> None:
             pass
 
     class Lost:
