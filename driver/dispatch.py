@@ -44,6 +44,8 @@ from store import Ref
 
 log = logging.getLogger("headrace.dispatch")
 ENGINE_WAIT_S = 600.0
+FIRST_PAUSE_S = 0.1  # before a third try without a token, and twice as long before each further one: with no engine left that answers, a
+LONGEST_PAUSE_S = 5.0  # budget of tries would be gone in the second that it takes to notice that
 
 
 class GivenUp(Exception):
@@ -345,7 +347,10 @@ class Dispatch:
         stops = {*self._tokenizer.eos_ids, *config.sampling.stop_token_ids}
         kept = Prefix()
         avoid: tuple[str, ...] = ()
+        fruitless = 0  # tries in a row
         for part in range(1_000_000):
+            if fruitless > 1:
+                await asyncio.sleep(min(FIRST_PAUSE_S * 2 ** (fruitless - 2), LONGEST_PAUSE_S))
             if kept.output_ids and (kept.output_ids[-1] in stops or len(kept.output_ids) >= budget):
                 return _complete(kept, stops, len(prompt_ids))
             tried = trajectory.infrastructure_attempts
@@ -375,7 +380,8 @@ class Dispatch:
                         received = await self._pusher.trusted(way.sure(error.prefix))
                         kept = _extend(kept, received)
                         avoid = (slot.engine_id,)
-                        if error.kind != "infrastructure":
+                        fruitless = 0 if received.output_ids else fruitless + 1
+                        if error.kind == "data":  # a key or a path that is refused says nothing of the prompt, nor of other engines
                             raise GivenUp(f"{error.kind}: {error}") from error
                         self._retry(trajectory, "infrastructure", str(error))
                         continue
@@ -385,6 +391,7 @@ class Dispatch:
                 # Aborted by the engine, or made by weights that failed their check: go on from what is good.
                 self.tokens_resampled += len(answer.output_ids) - len(received.output_ids)
                 kept = _extend(kept, received)
+                fruitless = 0 if received.output_ids else fruitless + 1
                 if not received.output_ids:
                     self._retry(trajectory, "infrastructure", f"{slot.engine_id} ended the request without a token")
             except TimeoutError as error:

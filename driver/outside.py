@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from driver.ledger import Upsert
-from rollout.address import allowed_host, checked_url, engine_id_of
+from rollout.address import NotAllowed, allowed_host, checked_url, engine_id_of
 from rollout.answer import EngineError
 from rollout.client import EngineClient
 from rollout.pool import EngineSlot
+from rollout.slot import State
 
 if TYPE_CHECKING:
     from driver.run import Run
@@ -55,7 +56,7 @@ class Outside:
         self.engines: dict[str, Watched] = {}
         found = run.core.db.query("SELECT value FROM meta WHERE name = ?", (ADDED,))
         self._added: list[str] = list(orjson.loads(found[0][0])) if found else []
-        self._leaving: set[asyncio.Task[None]] = set()
+        self._leaving: dict[str, asyncio.Task[None]] = {}  # by engine_id
 
     def start(self) -> None:
         """Those of the configuration, and those that were added over REST before a restart."""
@@ -68,10 +69,9 @@ class Outside:
         tasks = [watched.task for watched in self.engines.values()]
         for task in tasks:
             task.cancel()
-        tasks += self._leaving
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, *self._leaving.values(), return_exceptions=True)
         slots = [self._run.pool.slots.get(engine_id) for engine_id in self.engines]
-        await asyncio.gather(*(self._run.pusher.leave(slot) for slot in slots if slot is not None and slot.state in UNFINISHED))
+        await asyncio.gather(*(self._let_go(slot, slot.state) for slot in slots if slot is not None))
 
     def add(self, url: str) -> str:
         """Over REST. Known already is fine. Raises NotAllowed."""
@@ -79,6 +79,8 @@ class Outside:
         allowed_host(url, config.service.engine_hosts)
         engine_id = engine_id_of(url)
         if engine_id not in self.engines:
+            if engine_id in {engine_id_of(ours) for ours in self._run.processes.engine_urls if ours}:
+                raise NotAllowed(f"the engine at {engine_id} was started by this run and serves it already")
             self._remember([*self._added, checked_url(url)])
             self._watch(checked_url(url))
         return engine_id
@@ -92,12 +94,9 @@ class Outside:
         self._remember([url for url in self._added if engine_id_of(url) != engine_id])
         slot = self._run.pool.slots.get(engine_id)
         if slot is not None:
-            unfinished = slot.state in UNFINISHED
+            state = slot.state
             self._run.pool.gone(slot, "removed")
-            if unfinished:
-                leaving = asyncio.create_task(self._run.pusher.leave(slot), name=f"leaving {engine_id}")
-                self._leaving.add(leaving)
-                leaving.add_done_callback(self._leaving.discard)
+            self._leave(slot, state)
         self._run.pool.absent.pop(engine_id, None)
         self._run.core.ring()
         return True
@@ -107,6 +106,21 @@ class Outside:
         watched = self.engines.get(engine_id)
         if watched is not None and not watched.given_up.done():
             watched.given_up.set_result(reason)
+
+    def _leave(self, slot: EngineSlot, state: State) -> asyncio.Task[None]:
+        """In a task of its own: half of it would leave the engine paused, and whoever asks for it may be cancelled."""
+        leaving = asyncio.create_task(self._let_go(slot, state), name=f"leaving {slot.engine_id}")
+        self._leaving[slot.engine_id] = leaving
+        leaving.add_done_callback(lambda _: self._leaving.pop(slot.engine_id, None))
+        return leaving
+
+    async def _let_go(self, slot: EngineSlot, state: State) -> None:
+        """`state`: that in which it was. One that still waits for its first push may be as a driver that was killed left it."""
+        try:
+            if state in UNFINISHED or (state == "starting" and await slot.client.is_paused()):
+                await self._run.pusher.leave(slot)
+        except EngineError as error:
+            log.warning("%s does not say whether it is paused: %s", slot.engine_id, error)
 
     # ---- one engine ------------------------------------------------------------------------------------------------------
 
@@ -130,6 +144,8 @@ class Outside:
             url, run.http, rollout.engine_api_key, admin_key=rollout.engine_admin_key, vocab_size=run.tokenizer.vocab_size
         )
         loop = asyncio.get_running_loop()
+        if engine_id in self._leaving:  # it was removed a moment ago: the calls of two hands together may be illegal
+            await asyncio.wait([self._leaving[engine_id]])
         while True:
             try:
                 slot = await self._take(engine_id, client)
@@ -139,12 +155,12 @@ class Outside:
                 run.pool.absent.pop(engine_id, None)
                 watched.given_up = loop.create_future()
                 reason = await self._until_lost(watched, slot)
-                unfinished = slot.state in UNFINISHED
+                state = slot.state
                 if slot.state != "gone":
                     run.pool.gone(slot, reason)
                 self._say(watched, reason)
-                if unfinished:
-                    await run.pusher.leave(slot)
+                if state in UNFINISHED:
+                    await asyncio.shield(self._leave(slot, state))
                 if slot.served_requests:  # it was verified and open: what went before no longer counts
                     pause_s = FIRST_PAUSE_S
             await asyncio.sleep(pause_s)
@@ -167,8 +183,9 @@ class Outside:
             await client.freeze_gc()
         incarnation = run.processes.last_incarnation(engine_id) + 1
         run.processes.note_incarnation(engine_id, incarnation)
+        life = await run.processes.next_life()
         log.info("engine %s is taken, as incarnation %d", engine_id, incarnation)
-        return run.processes.enroll(engine_id, client, incarnation, capabilities)
+        return run.processes.enroll(engine_id, client, incarnation, life, capabilities)
 
     async def _until_lost(self, watched: Watched, slot: EngineSlot) -> str:
         """Until it is silent, says another version, or is given up; the reason."""

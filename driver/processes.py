@@ -171,19 +171,28 @@ class Processes:
             else:
                 process.kill(f"it does not say what it can do: {error}")
             return
+        life = await self.next_life()
         if (process.state, process.incarnation) == ("ready", event.incarnation):
-            self.enroll(name, client, event.incarnation, capabilities, process.pid)
+            self.enroll(name, client, event.incarnation, life, capabilities, process.pid)
 
     def _asked(self, asking: asyncio.Task[None]) -> None:
         self._asking.discard(asking)
         if not asking.cancelled() and (error := asking.exception()) is not None and not self._lost.done():
             self._lost.set_exception(error)
 
-    def enroll(self, name: str, client: EngineClient, incarnation: int, capabilities: Capabilities, pid: int | None = None) -> EngineSlot:
-        """Into the pool, under a number that no life of any engine of this run has had."""
-        self.note_incarnation(ALL_ENGINES, self.last_incarnation(ALL_ENGINES) + 1)
+    async def next_life(self) -> int:
+        """A number that no life of any engine of this run has had. On disk before an engine is told it: engines outlive drivers."""
+        life = self.last_incarnation(ALL_ENGINES) + 1
+        self.note_incarnation(ALL_ENGINES, life)
+        await self._core.db.durable()
+        return life
+
+    def enroll(
+        self, name: str, client: EngineClient, incarnation: int, life: int, capabilities: Capabilities, pid: int | None = None
+    ) -> EngineSlot:
+        """Into the pool, under a number from `next_life`."""
         slot = self._run.pool.register(name, client, incarnation, self._config.rollout.max_open_requests, capabilities, pid)
-        slot.life = self.last_incarnation(ALL_ENGINES)
+        slot.life = life
         self._core.ring()
         return slot
 

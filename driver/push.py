@@ -103,7 +103,7 @@ class Pusher:
                         break
                     if attempt == 1:
                         await asyncio.sleep(AGAIN_S)
-            if slot.state != "gone":
+            if slot.state not in ("quarantined", "gone"):  # where it is, somebody else has found it hanging
                 self._pool.quarantine(slot, f"push of version {snapshot.version} failed: {reason}")
                 await self._replace(slot, f"push of version {snapshot.version} failed: {reason}")
             return Outcome(slot.engine_id, False, time.monotonic() - began, None, reason)

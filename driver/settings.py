@@ -32,7 +32,9 @@ def _from_environment(value: str | None) -> str | None:
         name = value[2:-1]
         if not os.environ.get(name):
             raise ValueError(f"the environment variable {name} is not set")
-        return os.environ[name]
+        value = os.environ[name].strip()  # what is read from a file ends with a newline
+    if value and not (value.isascii() and value.isprintable()):
+        raise ValueError("it goes into an HTTP header, which takes printable ASCII only; look for an umlaut, a quotation mark, a newline")
     return value
 
 

@@ -220,6 +220,8 @@ class Answer:
         if meta.get("weight_versions") is not None:
             self._spans = _spans_of(meta["weight_versions"], len(self._ids))
             self._sure = None
+        elif self._sure is not None:
+            raise malformed("its last chunk does not say which weights made which of its tokens")
         if reason == "abort" and self._max_new_tokens is not None and len(self._ids) == self._max_new_tokens:
             reason = "length"  # aborted at the very moment it was complete
         self.generation = Generation(

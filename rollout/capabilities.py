@@ -74,13 +74,22 @@ def capabilities_of(server_info: Mapping[str, Any], model_info: Mapping[str, Any
         flush_under_retract=numbers >= PAUSES_SINCE,
         memory_saver=bool(server_info.get("enable_memory_saver", False)),
         speculative=server_info.get("speculative_algorithm"),
-        expert_parallel=int(server_info.get("ep_size") or 1),
+        expert_parallel=_size(server_info, "ep_size"),
         routed_experts=bool(server_info.get("enable_return_routed_experts", False)),
-        tensor_parallel=int(server_info.get("tp_size") or 1),
-        dp_size=int(server_info.get("dp_size") or 1),
+        tensor_parallel=_size(server_info, "tp_size"),
+        dp_size=_size(server_info, "dp_size"),
         device=str(server_info.get("device") or "cpu"),
         generates=bool(model_info.get("is_generation", True)) and model_info.get("disaggregation_mode") in (None, "null"),
     )
+
+
+def _size(server_info: Mapping[str, Any], name: str) -> int:
+    value = server_info.get(name)
+    if value is not None and type(value) is not int:
+        raise EngineError(
+            "configuration", f"the server says {name} is {value!r}, which is no number; check that the URL is that of an SGLang"
+        )
+    return value or 1
 
 
 def version_numbers(version: Any) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ import base64
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
+from http.cookiejar import CookieJar, DefaultCookiePolicy
 from types import TracebackType
 from typing import Any, Literal, Self
 from urllib.parse import urlsplit
@@ -33,17 +34,19 @@ INFO_S = 5.0  # reads of state
 CONTROL_S = 30.0  # pauses, flushes, versions
 WEIGHTS_S = 120.0  # memory and weights
 
-# What a broken connection looks like through httpx over aiohttp; a few aiohttp errors (a malformed status line) pass unmapped.
-BROKEN = (httpx.TransportError, httpx.StreamError, aiohttp.ClientError, OSError)
+# What a broken connection or answer looks like through httpx over aiohttp; a few aiohttp errors (a malformed status line) pass unmapped.
+# RequestError has those of decompressing too, UnicodeError the names that the resolver cannot encode.
+BROKEN = (httpx.RequestError, httpx.StreamError, aiohttp.ClientError, OSError, UnicodeError)
 
 
 class EngineHttp(HttpxAiohttpClient):
     """The client that all engines share: httpx over aiohttp. Close it with `aclose()`."""
 
     def __init__(self, limits: httpx.Limits) -> None:
-        """Proxies named in the environment are not for engines."""
+        """Proxies named in the environment are not for engines. What one sets as a cookie is not sent to the others on its host."""
         self._direct = AiohttpTransport(limits=limits, trust_env=False)
-        super().__init__(transport=self._direct, timeout=None, trust_env=False)
+        no_cookies = CookieJar(DefaultCookiePolicy(allowed_domains=[]))
+        super().__init__(transport=self._direct, timeout=None, trust_env=False, cookies=no_cookies)
 
     @asynccontextmanager
     async def posted(self, url: httpx.URL, body: bytes, headers: httpx.Headers) -> AsyncIterator[httpx.Response]:
@@ -161,7 +164,9 @@ class EngineClient:
             reply = await self._post("/generate", body | {"sampling_params": {"max_new_tokens": 1, "temperature": 1.0}}, deadline_s)
         meta = reply.get("meta_info") if isinstance(reply, dict) else None
         pairs = meta.get("input_token_logprobs") if isinstance(meta, dict) else None
-        if not isinstance(pairs, list) or [pair[1] if isinstance(pair, list) else None for pair in pairs] != list(input_ids):
+        if not isinstance(pairs, list) or [pair[1] if isinstance(pair, list) and len(pair) > 1 else None for pair in pairs] != list(
+            input_ids
+        ):
             raise malformed("input_token_logprobs do not speak of the tokens sent")
         log_probs = [pair[0] for pair in pairs[1:]]
         check_log_probs(log_probs)
@@ -176,6 +181,16 @@ class EngineClient:
 
     async def continue_generation(self, *, deadline_s: float = CONTROL_S) -> None:
         await self._post("/continue_generation", {}, deadline_s)
+
+    async def is_paused(self) -> bool:
+        """A server that starts or ends says the same as one that is paused."""
+        try:
+            await self._call("GET", "/ready", None, INFO_S)
+        except EngineError as error:
+            if error.status == 503:
+                return True
+            raise
+        return False
 
     async def release(self, tags: Sequence[str], *, deadline_s: float = WEIGHTS_S) -> None:
         """Give back memory. Real engines die of this call unless they are paused and idle, and of a `resume` of what they hold."""

@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
+import orjson
+
 from rollout.answer import EngineError, malformed
 from rollout.client import BROKEN, EngineClient, EngineHttp
 
@@ -34,7 +36,7 @@ class RouterClient:
     async def workers(self) -> list[Worker]:
         reply = await self._call("GET", "/workers", None)
         found = reply.get("workers") if isinstance(reply, dict) else None
-        if not isinstance(found, list):
+        if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
             raise malformed("/workers has no list of workers; check that router_url is that of sglang-router 0.3 or smg 1")
         return [Worker(str(one.get("id")), str(one.get("url")).rstrip("/"), bool(one.get("is_healthy"))) for one in found]
 
@@ -57,4 +59,7 @@ class RouterClient:
             ) from problem
         if reply.status_code >= 300:
             raise EngineError("infrastructure", f"the router {self.url}{path} answered {reply.status_code}: {reply.text[:200]}")
-        return reply.json()
+        try:
+            return orjson.loads(reply.content)
+        except orjson.JSONDecodeError:
+            return None  # who reads it says what was expected

@@ -134,7 +134,8 @@ class EngineSlot:
         self._run_clocks()
         if state == "gone":
             for limit in self._limits:
-                limit.reschedule(asyncio.get_running_loop().time())
+                if not limit.expired():  # one that has run out may still be on its way out of its block
+                    limit.reschedule(asyncio.get_running_loop().time())
 
     def _run_clocks(self) -> None:
         self._busy.run(self.open_requests > 0)

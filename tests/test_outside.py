@@ -106,6 +106,30 @@ def test_E8_E16_engines_of_somebody_else_are_used_added_removed_and_known_by_the
     assert unpaused(first) and unpaused(second)
 
 
+def test_E8_no_trajectory_is_discarded_with_the_only_engine(service, engines):
+    only = engines()
+    service.up(f"rollout.engine_urls=[{only.url}]", "stop.batches=400")
+    assert service.submit().status_code == 201
+    service.wait(lambda s: s["trained_version"] >= 2, "two batches")
+    until = time.monotonic() + 60
+    while True:  # it dies with requests in flight
+        only.process.send_signal(signal.SIGSTOP)
+        time.sleep(0.2)
+        if service.run()["in_flight"] >= 8 and state(service, only) == "open":
+            break
+        assert time.monotonic() < until
+        only.process.send_signal(signal.SIGCONT)
+        time.sleep(0.05)
+    only.kill()
+    service.wait(lambda _: state(service, only) == "absent", "it is noticed")
+    only.start()
+    version = service.run()["trained_version"]
+    service.wait(lambda s: s["trained_version"] >= version + 2, "it is back")
+    service.http.post(f"{service.url}/v1/runs/sort-digits/drain")
+    status = service.wait(lambda s: s["state"] == "finished", "the end")
+    assert status["trajectories"]["discarded"] == 0, status["trajectories"]["reasons"]
+
+
 def test_a_run_waits_for_its_engines_in_words_and_refuses_other_addresses(service, engines):
     url = f"http://127.0.0.1:{free_port()}"
     service.up(f"rollout.engine_urls=[{url}]", "stop.batches=2", "service.engine_hosts=[127.0.0.1]")

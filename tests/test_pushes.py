@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.fleet import fleet
+from tests.fleet import Engine, fleet
 from tests.service import ServiceUnderTest
 from tests.test_whole import check_accounts
 
@@ -44,10 +44,9 @@ def test_E5_the_trainer_dies_between_two_buckets_and_no_engine_stays_paused(tmp_
 
             engine.proxy.arm("/update_weights_from_tensor", 3, kill_the_trainer)
             assert dead.wait(60)
-            service.wait(lambda _: [e["state"] for e in service.run("/engines")] == ["open"], "the engine serves", 20)
-            assert engine.ask("/ready").status_code == 200
+            # The next trainer's pushes may begin at any moment: open, not paused and under one name has to be seen together, once.
+            service.wait(lambda _: serves(service, engine), "the engine serves, and is not paused", 60)
             (shown,) = service.run("/engines")
-            assert engine.ask("/model_info").json()["weight_version"] == shown["version"], "A5"
             assert shown["incarnation"] == 1, "the engine was not replaced: the push did not need the trainer"
             (now,) = [p for p in service.run("/processes") if p["role"] == "trainer"]
             assert now["state"] != "ready" or now["incarnation"] > trainer["incarnation"], "all that while it had no trainer, or a new one"
@@ -82,6 +81,13 @@ def test_E12_two_runs_on_one_host_push_at_the_same_time_and_share_nothing(tmp_pa
     finally:
         for service in services:
             service.close()
+
+
+def serves(service: ServiceUnderTest, engine: Engine) -> bool:
+    (before,) = service.run("/engines")
+    ready, said = engine.ask("/ready").status_code == 200, engine.ask("/model_info").json()["weight_version"]
+    (after,) = service.run("/engines")
+    return ready and before["state"] == after["state"] == "open" and before["version"] == said == after["version"]
 
 
 def listening(pid: int) -> list[psutil._common.pconn]:

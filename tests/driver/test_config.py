@@ -185,3 +185,13 @@ def test_the_learning_rate_depends_on_the_batch_alone(tmp_path):
 )
 def test_a_courier_is_started_where_some_engine_may_need_it(tmp_path, sections, needed):
     assert load_config(write(tmp_path, **sections)).needs_courier is needed
+
+
+def test_a_key_is_one_that_a_header_takes_and_is_not_shown_where_it_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("HEADRACE_TEST_KEY", "abc\n")
+    config = load_config(write(tmp_path, rollout={"engine_api_key": "${HEADRACE_TEST_KEY}"}))
+    assert config.rollout.engine_api_key == "abc"
+    for key in ("ключ", "a\nb"):
+        with pytest.raises(ConfigError, match=r"rollout\.engine_api_key.*printable ASCII") as refused:
+            load_config(write(tmp_path, rollout={"engine_api_key": key}))
+        assert key not in str(refused.value)

@@ -18,7 +18,7 @@ from driver.ledger_db import LedgerDB
 from driver.push import Pusher
 from driver.scoring import Scoring
 from driver.watermark import Watermark
-from rollout.answer import EngineError, Generation, Prefix
+from rollout.answer import EngineError, Generation, Prefix, refusal
 from rollout.pool import EnginePool
 from rollout.tokens import TokenizerView
 from rollout.version import Version
@@ -143,6 +143,28 @@ async def test_H3_a_prompt_that_always_fails_is_given_up_with_its_reason(parts):
     engines(ScriptedEngine(lost(kind="data")))
     with pytest.raises(GivenUp, match="data: connection reset"):
         await dispatch._generate(trajectory, 0, [5])
+
+
+@pytest.mark.parametrize("status", [401, 404])
+async def test_E8_another_server_behind_an_engines_address_costs_no_trajectory(parts, status):
+    dispatch, trajectory, engines = parts
+    first, second = ScriptedEngine(refusal(status, "not here")), ScriptedEngine(answer(9, EOS))
+    engines(first, second)
+    assert (await dispatch._generate(trajectory, 0, [5])).output_ids == [9, EOS]
+    assert trajectory.infrastructure_attempts == 1
+
+
+async def test_E8_tries_without_a_token_come_later_each_time_but_for_the_first_elsewhere(parts, monkeypatch):
+    dispatch, trajectory, engines = parts
+    engines(ScriptedEngine(lost(), lost(), lost(), answer(9, EOS)))
+    pauses = []
+
+    async def sleep(seconds):
+        pauses.append(seconds)
+
+    monkeypatch.setattr("driver.dispatch.asyncio.sleep", sleep)
+    assert (await dispatch._generate(trajectory, 0, [5])).output_ids == [9, EOS]
+    assert len(pauses) == 2 and 0 < pauses[0] < pauses[1]
 
 
 async def test_an_infrastructure_that_always_fails_is_given_up_after_its_budget(parts):

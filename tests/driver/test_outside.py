@@ -26,11 +26,15 @@ def lab(monkeypatch):
     monkeypatch.setattr(outside, "FIRST_PAUSE_S", 0.01)
     pool, lives, left = EnginePool(), [], []
 
-    def enroll(name, client, incarnation, capabilities):
+    async def next_life():
+        return len(lives) + 1
+
+    def enroll(name, client, incarnation, life, capabilities):
         lives.append(incarnation)
         return pool.register(name, client, incarnation, 4, capabilities)
 
     async def leave(slot):
+        await lab.may_leave.wait()
         left.append(slot.incarnation)
 
     config = SimpleNamespace(
@@ -46,9 +50,25 @@ def lab(monkeypatch):
         core=SimpleNamespace(ring=lambda: None, db=SimpleNamespace(query=lambda *_: [], write=lambda _: None)),
         transports=SimpleNamespace(name_for=lambda *_: "disk"),
         pusher=SimpleNamespace(leave=leave),
-        processes=SimpleNamespace(enroll=enroll, last_incarnation=lambda _: len(lives), note_incarnation=lambda *_: None),
+        processes=SimpleNamespace(
+            enroll=enroll,
+            next_life=next_life,
+            last_incarnation=lambda _: len(lives),
+            note_incarnation=lambda *_: None,
+            engine_urls=["", "http://127.0.0.1:7"],
+        ),
     )
-    lab = SimpleNamespace(pool=pool, lives=lives, left=left, version="default", model={"architectures": ["A"]}, failed=[])
+    lab = SimpleNamespace(
+        pool=pool,
+        lives=lives,
+        left=left,
+        version="default",
+        model={"architectures": ["A"]},
+        failed=[],
+        may_leave=asyncio.Event(),
+        paused=False,
+    )
+    lab.may_leave.set()
 
     async def says_version(_client, *, deadline_s):
         if isinstance(lab.version, Exception):
@@ -64,6 +84,10 @@ def lab(monkeypatch):
     async def model_info(_client):
         return lab.model
 
+    async def is_paused(_client):
+        return lab.paused
+
+    monkeypatch.setattr(EngineClient, "is_paused", is_paused)
     monkeypatch.setattr(EngineClient, "says_version", says_version)
     monkeypatch.setattr(EngineClient, "capabilities", capabilities)
     monkeypatch.setattr(EngineClient, "freeze_gc", nothing)
@@ -121,6 +145,56 @@ async def test_E3_one_that_failed_its_push_is_left_whole_and_taken_again(lab):
     await lab.outside.stop()
 
 
+@pytest.mark.parametrize("how", ["stop", "remove"])
+async def test_L3_one_that_is_being_left_is_not_left_halfway_when_the_run_ends_or_lets_it_go(lab, how):
+    lab.outside.start()
+    await until(lambda: slot(lab) is not None)
+    lab.may_leave.clear()
+    lab.pool.quarantine(slot(lab), "checksums")
+    lab.outside.give_up("far:1", "checksums")
+    await until(lambda: slot(lab) is None)
+    if how == "remove":
+        assert lab.outside.remove("far:1")
+    asyncio.get_running_loop().call_later(0.05, lab.may_leave.set)
+    await lab.outside.stop()
+    assert lab.left == [1], "half of it leaves the engine paused"
+
+
+@pytest.mark.parametrize("how", ["stop", "remove"])
+@pytest.mark.parametrize("paused", [True, False])
+async def test_L3_one_that_a_killed_driver_left_paused_is_not_left_so_before_its_first_push(lab, how, paused):
+    lab.paused = paused
+    lab.outside.start()
+    await until(lambda: slot(lab) is not None)
+    if how == "remove":
+        lab.outside.remove("far:1")
+    await lab.outside.stop()
+    assert lab.left == ([1] if paused else [])
+
+
+async def test_E16_one_that_is_added_again_is_not_asked_before_it_was_left(lab):
+    lab.outside._run.config.service.engine_hosts = ["far"]
+    lab.outside.start()
+    await until(lambda: slot(lab) is not None)
+    lab.may_leave.clear()
+    lab.pool.shut(slot(lab), "a push")
+    lab.outside.remove("far:1")
+    lab.outside.add("http://far:1")
+    await asyncio.sleep(0.05)
+    assert lab.lives == [1], "a push now and the calls of the one before would be two hands on one engine"
+    lab.may_leave.set()
+    await until(lambda: lab.lives == [1, 2])
+    assert lab.left == [1]
+    await lab.outside.stop()
+
+
+async def test_an_engine_that_the_run_started_is_not_added_a_second_time(lab):
+    lab.outside._run.config.service.engine_hosts = ["localhost"]
+    with pytest.raises(NotAllowed, match="was started by this run"):
+        lab.outside.add("http://localhost:7")
+    assert lab.outside.engines == {}
+
+
 async def test_E10_another_model_is_not_taken_and_the_reason_is_shown(lab):
     lab.model = {"architectures": ["B"]}
     lab.outside.start()
@@ -136,6 +210,8 @@ async def test_E10_another_model_is_not_taken_and_the_reason_is_shown(lab):
         ("http://a:1", ["a"], True),
         ("http://A:1/", ["a:1"], True),
         ("http://a:2", ["a:1"], False),
+        ("http://a:80", ["a:80"], True),
+        ("http://a", ["a:80"], True),
         ("http://x.gpu.local:1", ["*.gpu.local"], True),
         ("http://gpu.local:1", ["*.gpu.local"], False),
         ("http://evilgpu.local:1", ["*.gpu.local"], False),
@@ -155,7 +231,13 @@ def test_engines_may_be_added_where_the_configuration_allows(url, hosts, allowed
 
 
 @pytest.mark.parametrize(
-    "url", ["a:1", "ftp://a:1", "http://", "http://a:99999", "http://u:p@a:1", "http://a:1/x", "http://a:1?q", "http://a:1#f"]
+    "url",
+    [
+        *["a:1", "ftp://a:1", "http://", "http://a:99999", "http://u:p@a:1", "http://a:1/x", "http://a:1?q", "http://a:1#f"],
+        # Such a name is an error of the client's or the resolver's own, and neither may end a run.
+        *["http://a..b:1", f"http://{'a' * 64}.b:1", "http://a b:1", "http://a\x01.b:1", "http://xn--.b"],
+        *["http://999.1.1.1:1", "http://127.1:1", "http://a:0"],
+    ],
 )
 def test_what_is_not_an_engines_address_is_refused_in_words(url):
     with pytest.raises(NotAllowed):
@@ -165,3 +247,5 @@ def test_what_is_not_an_engines_address_is_refused_in_words(url):
 def test_an_address_has_one_name():
     assert engine_id_of("http://Host:30000/") == engine_id_of("http://host:30000") == "host:30000"
     assert engine_id_of("http://[::1]:1") == "[::1]:1"
+    assert engine_id_of("http://host:80") == engine_id_of("http://host")
+    assert engine_id_of("http://localhost:30000") == engine_id_of("http://127.0.0.1:30000"), "two pushes to one engine would kill it"

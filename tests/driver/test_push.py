@@ -188,6 +188,48 @@ async def test_E16_a_push_waits_for_no_engine_that_left_in_the_middle_of_it_and_
     assert (outcome.engine_id, outcome.verified, came.state) == ("engine-2", True, "open")
 
 
+async def test_E16_an_engine_may_leave_while_its_push_that_ran_out_of_time_tidies_up(parts):
+    pool, engine, slot, _, pusher = parts
+    pusher._deadline_s = 0.05
+    tidying = asyncio.Event()
+
+    async def bucket(tensors):
+        try:
+            await asyncio.sleep(60)
+        finally:
+            tidying.set()
+            await asyncio.sleep(0.05)
+
+    engine.update_from_tensor = bucket
+    push = asyncio.create_task(pusher.push_all(SNAPSHOT))
+    await tidying.wait()
+    pool.gone(slot, "killed")
+    (outcome,) = await push
+    assert not outcome.verified and slot.state == "gone"
+
+
+async def test_E14_an_engine_found_hanging_while_its_push_begins_is_quarantined_once(parts, monkeypatch):
+    pool, engine, slot, replaced, pusher = parts
+    slot.capabilities = replace(capabilities_of({"version": "0.5.23"}, {}), memory_saver=True)
+    slot.pid = 1
+    pusher._transports = Transports("auto", {"tensor": StoreTransport})
+
+    async def gpu_bytes(pid):
+        return 1
+
+    async def server_info():
+        if slot.state == "open":
+            pool.quarantine(slot, "it hangs")
+        raise EngineError("infrastructure", "no answer")
+
+    monkeypatch.setattr("driver.release.gpu_bytes", gpu_bytes)
+    engine.server_info = server_info
+    pool.open(slot, Version("run", 0, 2, 7))
+    (outcome,) = await pusher.push_all(SNAPSHOT)
+    assert not outcome.verified and slot.state == "quarantined" and slot.reason == "it hangs"
+    assert replaced == [], "who found it has seen to that"
+
+
 async def test_E6_a_pause_that_never_returns_is_bounded(parts):
     pool, engine, slot, replaced, _ = parts
 

@@ -32,11 +32,18 @@ class Process:
 @pytest.fixture
 def lab(tmp_path, monkeypatch):
     """Processes of a run with one engine, whose answer about its capabilities is `answer` (or raised)."""
-    core = SimpleNamespace(ring=lambda: None, db=SimpleNamespace(query=lambda *_: [], write=lambda _: None))
+    queued, disk = [], []
+
+    async def durable():
+        disk.extend(queued)
+        queued.clear()
+
+    db = SimpleNamespace(query=lambda *_: [], write=queued.extend, durable=durable)
+    core = SimpleNamespace(ring=lambda: None, db=db)
     config = SimpleNamespace(directory=tmp_path, rollout=SimpleNamespace(max_open_requests=4))
     run = SimpleNamespace(core=core, config=config, http=None, tokenizer=SimpleNamespace(vocab_size=10), pool=EnginePool())
     run.transports = Transports("auto", {})
-    lab = SimpleNamespace(processes=Processes(run), pool=run.pool, process=Process(), answer=CURRENT, frozen=0)
+    lab = SimpleNamespace(processes=Processes(run), pool=run.pool, process=Process(), answer=CURRENT, frozen=0, disk=disk)
     lab.processes._launcher = SimpleNamespace(processes={"engine-0": lab.process})
 
     async def capabilities(_client):
@@ -68,6 +75,11 @@ async def test_an_engine_registers_with_what_it_can_do(lab):
     assert (slot.incarnation, slot.capacity, slot.capabilities, slot.pid) == (3, 4, CURRENT, 4242)
     assert slot.life == 1, "the first life of any engine of this run"
     assert lab.frozen == 1, "or every push waits for the server's garbage collector"
+
+
+async def test_A5_the_number_in_an_engines_versions_is_on_disk_before_anybody_can_be_told_it(lab):
+    await lab.ready()
+    assert lab.pool.slots and [(row.values["name"], row.values["value"]) for row in lab.disk] == [("incarnation/all engines", b"1")]
 
 
 async def test_the_embedded_engine_has_no_collector_to_freeze(lab):

@@ -46,9 +46,13 @@ def test_V5_the_last_chunks_spans_are_the_truth(make_chunk):
     assert answer.generation.spans == [("a", 0, 1), ("c", 1, 3)]
 
 
-def test_V5_without_spans_each_chunk_names_the_version_of_its_tokens(make_chunk):
-    answer = fold([make_chunk([5], "a"), make_chunk([5, 6], "a"), make_chunk([5, 6, 7, 8], "b", finish="stop", weight_versions=None)])
-    assert answer.generation.spans == [("a", 0, 2), ("b", 2, 4)]
+@pytest.mark.parametrize("finish", ["stop", "length", "abort"])
+def test_V5_without_spans_an_answer_of_two_versions_ends_where_the_first_is_sure(make_chunk, finish):
+    assert fold([make_chunk([5], "a"), make_chunk([5, 6], "a", finish=finish, weight_versions=None)]).generation.spans == [("a", 0, 2)]
+    answer = fold([make_chunk([5], "a"), make_chunk([5, 6], "a")])
+    with pytest.raises(EngineError, match="which weights made which"):
+        answer.fold(orjson.dumps(make_chunk([5, 6, 7, 8], "b", finish=finish, weight_versions=None)))
+    assert answer.generation is None and answer.prefix.spans == [("a", 0, 2)]
 
 
 def test_V5_a_prefix_ends_where_a_chunk_came_with_another_version_for_it_may_hold_tokens_of_the_one_before(make_chunk):

@@ -6,6 +6,7 @@ import time
 
 import orjson
 import pytest
+from aiohttp import web
 
 from rollout.answer import EngineError
 from rollout.client import EngineClient, make_http, ref_payload
@@ -48,6 +49,29 @@ async def test_chunks_cut_anywhere_are_put_together(server, client, make_chunk):
     whole = b"".join(b"data: " + orjson.dumps(part) + b"\n\n" for part in (make_chunk([5]), make_chunk([5, 6], finish="stop")))
     server.stream(*[part for at in range(0, len(whole), 37) for part in (whole[at : at + 37], 0.001)])
     assert (await generate(client)).output_ids == [5, 6]
+
+
+@pytest.mark.parametrize("status", [200, 500])
+async def test_E13_an_answer_that_cannot_be_decompressed_is_infrastructure(client, server, status):
+    async def garbled(request, body):
+        return web.Response(status=status, body=b"no gzip", headers={"content-encoding": "gzip", "content-type": "application/json"})
+
+    server.script = [garbled] * 3
+    assert (await failure(client)).kind == "infrastructure"
+    assert (await failure(client, stream=False)).kind == "infrastructure"
+    with pytest.raises(EngineError, match="connection failed"):
+        await client.score_sequence([1, 2])
+
+
+async def test_what_one_engine_sets_as_a_cookie_is_not_sent_to_another_on_its_host(server, client):
+    async def setting(request, body):
+        return web.Response(body=b"{}", headers={"set-cookie": "a=\xff"}, content_type="application/json")
+
+    server.script = [setting]
+    with pytest.raises(EngineError):
+        await client.score_sequence([1, 2])
+    await client.model_info()
+    assert "cookie" not in server.headers[-1]
 
 
 @pytest.mark.parametrize("cut", [1, 2])
@@ -226,6 +250,13 @@ async def test_control_calls_say_what_sglang_expects(server, client):
     assert orjson.loads(base64.b64decode(bodies[3]["serialized_named_tensors"][0])) == {"key": "run/weights/0/1/0"}
     assert bodies[3]["abort_all_requests"] is False
     assert bodies[8]["abort_all_requests"] is False
+
+
+async def test_a_paused_server_is_not_ready(server, client):
+    server.replies["/ready"] = [(200, b""), (503, b""), (500, b"")]
+    assert (await client.is_paused(), await client.is_paused()) == (False, True)
+    with pytest.raises(EngineError):
+        await client.is_paused()
 
 
 async def test_E1_a_refused_flush_is_an_answer(server, client):
