@@ -238,6 +238,7 @@ def test_e15_an_abort_in_a_retract_pause_answers_from_the_queue_with_what_was_se
 def test_e15_an_abort_in_an_in_place_pause_waits_for_continue(engine: Server) -> None:
     (one,) = engine.start_running("a", tokens=400)
     pause(engine, "in_place")
+    time.sleep(0.5)  # a real scheduler that is told both between two steps ends the request with the step in progress
     engine.post("/abort_request", {"rid": "a"})
     assert stays_open(one)
     carry_on(engine)
