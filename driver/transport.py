@@ -124,20 +124,35 @@ def _sums(bundles: list[Bundle]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class SharedParcel(Parcel):
+    """`unanswered`: by engine_id, the names of calls whose answer nobody saw."""
+
     buckets: tuple[SharedBucket, ...]
+    unanswered: dict[str, list[Path]]
     in_session = True
 
     async def send(self, slot: EngineSlot) -> None:
-        """Each call has a name of its own for the same bytes: an engine that is killed takes the names it knew with it."""
+        """Each call has a name of its own for the same bytes: an engine that is killed takes the names it knew with it.
+
+        The name of a call that was cut off, or given up, stays until the engine has answered later ones: SGLang may come to it yet, and
+        dies of a name that is gone.
+        """
         ranks = 1 if slot.capabilities is None else slot.capabilities.tensor_parallel
         for bucket in self.buckets:
             link = bucket.path.with_name(f"{bucket.path.name}@{secrets.token_hex(4)}")
             os.link(bucket.path, link)
+            names = self.unanswered.setdefault(slot.engine_id, [])
+            names.append(link)
             try:
                 payload = bucket_payload(link.name, bucket.placed, bucket.length_bytes, ranks)
                 await slot.client.update_from_tensor(payload, load_format="flattened_bucket")
-            finally:
-                link.unlink(missing_ok=True)
+            except EngineError as error:
+                if error.status is not None:
+                    names.remove(link)
+                    link.unlink(missing_ok=True)
+                raise
+            for name in names:  # it does one call after the other
+                name.unlink(missing_ok=True)
+            names.clear()
 
 
 class SharedMemoryTransport:
@@ -146,6 +161,7 @@ class SharedMemoryTransport:
     def __init__(self, owner: Path, shapes: TensorShapes) -> None:
         self.prefix = f"headrace-push-{hashlib.blake2b(str(owner).encode(), digest_size=8).hexdigest()}"
         self._shapes = shapes
+        self._unanswered: dict[str, list[Path]] = {}
 
     @asynccontextmanager
     async def prepared(self, snapshot: Snapshot) -> AsyncIterator[Parcel]:
@@ -154,7 +170,7 @@ class SharedMemoryTransport:
             for bundle in await asyncio.to_thread(checked, snapshot, self._shapes):
                 path = SHARED_MEMORY / f"{self.prefix}@{snapshot.epoch}.{snapshot.version}.{len(buckets)}.{secrets.token_hex(4)}"
                 buckets.append(await asyncio.to_thread(_share, bundle, path))
-            yield SharedParcel(tuple(buckets))
+            yield SharedParcel(tuple(buckets), self._unanswered)
         finally:
             for bucket in buckets:
                 bucket.path.unlink(missing_ok=True)
