@@ -20,9 +20,7 @@ from pathlib import Path
 
 import torch
 import uvicorn
-from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response
+from fastapi import FastAPI
 
 from trainer.broadcast import SendingGroup, Stage
 from trainer.courier_wire import (
@@ -38,8 +36,7 @@ from trainer.courier_wire import (
 )
 from trainer.device import gpu_count
 from trainer.main import die_with_parent
-from trainer.server import Refusal, listen
-from trainer.wire import problems_in_words
+from trainer.server import Refusal, listen, say_in_words
 
 UNUSABLE = 2
 
@@ -138,14 +135,7 @@ def address_towards(host: str) -> str:
 
 def build_app(courier: Courier) -> FastAPI:
     app = FastAPI(title="Headrace courier")
-
-    @app.exception_handler(RequestValidationError)
-    async def invalid(request: Request, error: RequestValidationError) -> Response:
-        return JSONResponse({"detail": problems_in_words(list(error.errors()))}, 422)
-
-    @app.exception_handler(Refusal)
-    async def refused(request: Request, error: Refusal) -> Response:
-        return JSONResponse({"detail": error.message}, error.status)
+    say_in_words(app)
 
     @app.get("/health")
     async def health() -> CourierHealth:

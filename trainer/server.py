@@ -69,13 +69,8 @@ class Desk:
         )
 
 
-def build_app(desk: Desk, token: str | None) -> FastAPI:
-    async def authorize(request: Request) -> None:
-        given = request.headers.get("authorization", "")
-        if token is not None and not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
-            raise HTTPException(401, "this trainer wants the header: Authorization: Bearer TOKEN")
-
-    app = FastAPI(title="Headrace trainer", dependencies=[Depends(authorize)])
+def say_in_words(app: FastAPI) -> None:
+    """What was wrong with a call, as `{"detail": sentence}`."""
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
@@ -84,6 +79,16 @@ def build_app(desk: Desk, token: str | None) -> FastAPI:
     @app.exception_handler(Refusal)
     async def refused(request: Request, error: Refusal) -> Response:
         return JSONResponse({"detail": error.message}, error.status)
+
+
+def build_app(desk: Desk, token: str | None) -> FastAPI:
+    async def authorize(request: Request) -> None:
+        given = request.headers.get("authorization", "")
+        if token is not None and not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
+            raise HTTPException(401, "this trainer wants the header: Authorization: Bearer TOKEN")
+
+    app = FastAPI(title="Headrace trainer", dependencies=[Depends(authorize)])
+    say_in_words(app)
 
     @app.get("/health")
     async def health() -> Health:

@@ -1,4 +1,4 @@
-"""B1, and what a push leaves behind: nothing."""
+"""B1, and what a push leaves behind: nothing but what an engine may still come to."""
 
 from __future__ import annotations
 
