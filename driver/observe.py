@@ -25,7 +25,7 @@ ALARM_SKIPPED_BATCHES = 5
 def status(run: Run) -> dict[str, Any]:
     """One page for a person: where the run is."""
     ledger, config = run.core.ledger, run.core.config
-    last = run.recent[-1] if run.recent else {}
+    last = run.history.recent[-1] if run.history.recent else {}
     return {
         "run_id": config.run_id,
         "state": run.state,
@@ -44,12 +44,12 @@ def status(run: Run) -> dict[str, Any]:
         "in_flight": run.dispatch.in_flight,
         "watermark": run.dispatch.decision.watermark if run.dispatch.decision else None,
         "watermark_binding": run.dispatch.decision.binding if run.dispatch.decision else None,
-        "engine_busy": run.busy_shares.get("engines"),
-        "trainer_busy": run.busy_shares.get("trainer"),
+        "engine_busy": run.history.busy_shares.get("engines"),
+        "trainer_busy": run.history.busy_shares.get("trainer"),
         "trajectories": counts(run),
         "staleness_max": max((s for s, c in ledger.staleness.items() if c), default=0),
         "staleness_bound": config.staleness.bound,
-        "logprob_gap_max": run.gap_max,
+        "logprob_gap_max": run.history.gap_max,
         "datasets": [msgspec.to_builtins(d) for d in run.core.feed.datasets()],
         "alarms": alarms(run),
         "why": why(run)["waits"],
@@ -58,7 +58,7 @@ def status(run: Run) -> dict[str, Any]:
 
 def alarms(run: Run) -> list[str]:
     """What a person should look at, though the run goes on."""
-    skipped = list(itertools.takewhile(lambda batch: batch.get("skipped"), reversed(run.recent)))
+    skipped = list(itertools.takewhile(lambda batch: batch.get("skipped"), reversed(run.history.recent)))
     if len(skipped) < ALARM_SKIPPED_BATCHES:
         return []
     return [f"the last {len(skipped)} batches trained nothing ({skipped[0]['skipped']}); look at the rewards: headrace show TRAJ"]
@@ -219,7 +219,7 @@ def gauges(run: Run) -> dict[str, float]:
         "headrace_dispatch_in_flight_trajectories": float(run.dispatch.in_flight),
         "headrace_dispatch_watermark_trajectories": float(decision.watermark if decision else 0),
         "headrace_dispatch_tokens_total": float(run.dispatch.tokens_sampled),
-        "headrace_dispatch_resampled_tokens_total": float(run.dispatch.tokens_resampled),
+        "headrace_dispatch_resampled_tokens_total": float(run.dispatch.turns.tokens_resampled),
         "headrace_reward_pending_leaves": float(run.scoring.in_flight),
         "headrace_reward_failed_leaves_total": float(run.scoring.failed),
         "headrace_trainer_busy_seconds_total": run.training.busy.seconds(),
@@ -266,11 +266,11 @@ def trajectory(run: Run, traj_uid: str) -> dict[str, Any] | None:
     found["dataset_row"] = msgspec.to_builtins(run.core.feed.row(found["segment"], found["row_index"]))
     live: Trajectory | None = run.core.ledger.trajectory(traj_uid)
     if live is not None and live.state == "running":
-        found["tokens_so_far"] = run.dispatch.progress.get(traj_uid, 0)
+        found["tokens_so_far"] = run.dispatch.turns.progress.get(traj_uid, 0)
     if live is not None and live.leaves:
         found["leaves"] = msgspec.to_builtins(live.leaves)
-        found["response"] = run.texts(live)
-    archived = run.archive.find(traj_uid)
+        found["response"] = run.finished.texts(live)
+    archived = run.finished.archive.find(traj_uid)
     if archived is not None:
         found["archive"] = msgspec.to_builtins(archived)
     return found

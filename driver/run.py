@@ -11,50 +11,43 @@ with an exception ends the run visibly, with its reason in `failure` (H8).
 from __future__ import annotations
 
 import asyncio
-import collections
 import logging
 import time
-from typing import Any
 
 import orjson
 
-from driver import observe
-from driver.archive import Archive, FinishedTrajectory, MetricsLog, read_metrics
-from driver.batcher import smallest_batch
+from driver.archive import Archive
 from driver.core import Core
 from driver.dispatch import Dispatch
 from driver.distributed import Courier, DistributedTransport
 from driver.engine_watch import EngineWatch
-from driver.events import RowsLost, RunEnded, SampleDiscarded, TrajectoryRetried
+from driver.events import RunEnded, SampleDiscarded
 from driver.feed import Feed
+from driver.finished import Finished
+from driver.history import History
 from driver.launcher import StartFailed
-from driver.ledger import Sample, Trajectory, Upsert
+from driver.ledger import Upsert
 from driver.ledger_db import LedgerDB, LedgerError
 from driver.processes import Processes
 from driver.publish import Publisher
 from driver.push import Pusher
+from driver.reconcile import CannotContinue, reconcile
 from driver.routing import Routing
 from driver.scoring import Scoring
 from driver.settings import RunConfig
 from driver.snapshot import PushImpossible
-from driver.training import CheckpointMissing, Training, rows_present
+from driver.training import CheckpointMissing, Training
 from driver.transport import Transports
 from driver.watermark import Watermark
 from rollout.client import make_http
 from rollout.pool import EnginePool
 from rollout.router import RouterClient
 from rollout.tokens import TokenizerView
-from store import EmbeddedStore, Gone, Ref, StoreStats
+from store import EmbeddedStore, StoreStats
 from trainer.client import TrainerRefused
-from trainer.wire import TrainReport
 
 log = logging.getLogger("headrace.run")
 EXPECTED = (StartFailed, TrainerRefused, CheckpointMissing, LedgerError, PushImpossible)  # their text is for the user and says it all
-RECENT_BATCHES = 1000
-
-
-class CannotContinue(RuntimeError):
-    """A configuration with which this run can not go on. A sentence for the user."""
 
 
 class Run:
@@ -70,11 +63,10 @@ class Run:
         feed = Feed(db, seed=config.seed, shuffle=config.shuffle, passes=config.stop.epochs)
         self.core = Core(config, ledger, db, feed, store)
         self.store = store
-        self.archive = Archive(config.directory / "archive")
-        self.metrics = MetricsLog(config.directory)
         self.http = make_http()
         self.pool = EnginePool()
         self.tokenizer = TokenizerView(config.model.path)
+        self.finished = Finished(self.core, self.tokenizer, Archive(config.directory / "archive"))
         self.courier = Courier(self.http)
         self.transports = Transports.of(config, lambda: DistributedTransport.of(config, self.courier))
         self.transports.sweep()
@@ -101,7 +93,7 @@ class Run:
             self.scoring,
             self.tokenizer,
             watermark,
-            on_discarded=self._archive_discarded,
+            on_discarded=self.finished.discarded,
             routing=self.routing,
         )
         self.engine_watch = EngineWatch(
@@ -116,8 +108,8 @@ class Run:
             self.http,
             canary_ids=canary_ids(self.tokenizer, config.rollout.context_length),
             on_snapshot=self.publisher.offer,
-            on_applied=self._on_applied,
-            archive=self._archive_finished,
+            on_applied=lambda batch_id, report: self.history.applied(batch_id, report),
+            archive=self.finished.committed,
             on_running_again=self.dispatch.enqueue,
             replace=lambda reason: self.processes.replace("trainer-0", reason),
         )
@@ -125,15 +117,7 @@ class Run:
         self.processes = Processes(self)
         self.state = "starting"
         self.failure: str | None = None
-        self.recent: collections.deque[dict[str, Any]] = collections.deque(
-            (m for m in read_metrics(config.directory) if m["batch_id"] < ledger.trained_version), maxlen=RECENT_BATCHES
-        )
-        self.busy_shares: dict[str, float] = {}
-        gaps = [m["logprob_gap_max"] for m in self.recent if m.get("logprob_gap_max") is not None]
-        self._gap_of_rows: float | None = max(gaps, default=None)
-        self._elapsed_before_s: float = self.recent[-1]["time_s"] if self.recent else 0.0
-        self._busy_at = (time.monotonic(), 0.0, 0.0)
-        self._last_applied_at: float | None = None
+        self.history = History(self)
         self._stop = asyncio.Event()
         self._store_gone = False
 
@@ -146,7 +130,7 @@ class Run:
             await self._wind_down()
             return
         try:
-            self._reconcile()
+            reconcile(self.core, self.store, self.dispatch.settle)
         except CannotContinue as error:
             self.failure, self.state = str(error), "failed"
             await self._wind_down()
@@ -209,8 +193,8 @@ class Run:
             unfinished = [t for t in sample.trajectories if t.state != "finished"]
             self.core.apply(SampleDiscarded(uid=sample.uid, reason=f"run ended: {how}", time=time.time()))
             for trajectory in unfinished:
-                self._archive_discarded(sample, trajectory)
-            self._free(unfinished)
+                self.finished.discarded(sample, trajectory)
+            self.finished.free(unfinished)
         self.core.apply(RunEnded(how=how))
 
     async def _wind_down(self) -> None:
@@ -224,10 +208,10 @@ class Run:
                 await core.db.durable()
         finally:
             try:
-                self.archive.flush()
+                self.finished.archive.flush()
             except OSError as error:
                 self.failure = self.failure or str(error)
-            self.metrics.close()
+            self.history.metrics.close()
             if core.ledger.ended is None:
                 kept = self.store.park(self.config.directory / "parked")
                 log.info("%d objects are kept in %s for the next start", kept, self.config.directory / "parked")
@@ -247,46 +231,6 @@ class Run:
 
     def store_stats(self) -> StoreStats:
         return StoreStats(0, 0, self.config.store.capacity_bytes) if self._store_gone else self.store.stats()
-
-    def _reconcile(self) -> None:
-        """Compare the ledger with the store, drop what nobody owns, and make again what is gone."""
-        core, ledger = self.core, self.core.ledger
-        restored = self.store.unpark(self.config.directory / "parked")
-        owned = set()
-        lost = 0
-        for sample in ledger.samples.values():
-            for trajectory in sample.trajectories:
-                if trajectory.state == "ready" and not rows_present(core, trajectory.leaves):
-                    core.apply(RowsLost(traj_uid=trajectory.traj_uid, reason="rows lost with the host's memory"))
-                    lost += 1
-                owned |= {ref["key"] for leaf in trajectory.leaves for ref in (leaf.rollout, leaf.reward)}
-        for trajectory in [t for s in ledger.live() for t in s.in_state("running") if t.reason is None]:
-            # Whether it had been sent is not known: its next request counts as another try.
-            core.apply(TrajectoryRetried(traj_uid=trajectory.traj_uid, kind="infrastructure", reason="the driver was restarted"))
-        needed = smallest_batch(ledger.live_by_deadline, ledger.next_batch)
-        if needed > self.config.batch.samples:
-            raise CannotContinue(
-                f"batch.samples is {self.config.batch.samples}, but samples were registered for larger batches: at least {needed} a batch "
-                f"are needed to train them in time. Set batch.samples to {needed} or more, or begin a new run_id"
-            )
-        for sample in list(ledger.live()):
-            self.dispatch.settle(sample)
-        published = self.store.keys()
-        orphans = [self.store.ref(key) for key in published if key not in owned]
-        self.store.free(orphans)
-        if ledger.next_uid:
-            log.info(
-                "continuing at version %d (committed %d, epoch %d): %d samples live, %d batches to finish, "
-                "%d objects restored, %d trajectories without rows, %d orphans freed",
-                ledger.trained_version,
-                ledger.committed_version,
-                ledger.epoch,
-                sum(ledger.live_by_deadline.values()),
-                len(ledger.batches),
-                restored,
-                lost,
-                len(orphans),
-            )
 
     # ---- commands ------------------------------------------------------------------------------------------------------
 
@@ -328,157 +272,16 @@ class Run:
             self.state = state
         self.core.ring()
 
-    # ---- batches -------------------------------------------------------------------------------------------------------
-
-    def _on_applied(self, batch_id: int, report: TrainReport) -> None:
-        """Metrics of one batch, and the stop rule on reward."""
-        ledger, now = self.core.ledger, time.monotonic()
-        samples = [ledger.samples[uid] for uid in ledger.batches[batch_id].uids]
-        scored = [t for s in samples for t in s.in_state("consumed")]
-        rewards = [t.reward for t in scored if t.reward is not None]
-        correct = [leaf.is_correct for t in scored for leaf in t.leaves if leaf.is_correct is not None]
-        ages = [batch_id - s.version_tag for s in samples]
-        if self._last_applied_at is not None:
-            self.watermark.observe_batch(now - self._last_applied_at)
-        self._last_applied_at = now
-        self._measure_busy()
-        if report.logprob_gap_max is not None:
-            self._gap_of_rows = max(report.logprob_gap_max, self._gap_of_rows or 0.0)
-        decision = self.dispatch.decision
-        line: dict[str, Any] = {
-            "batch_id": batch_id,
-            "time_s": self.elapsed_s,
-            "reward_mean": sum(rewards) / len(rewards),
-            "reward_correct": sum(correct) / len(correct) if correct else None,
-            "samples": len(samples),
-            "trajectories": len(scored),
-            "response_tokens_mean": sum(leaf.response_tokens for t in scored for leaf in t.leaves) / len(scored),
-            "staleness_mean": sum(ages) / len(ages),
-            "staleness_max": max(ages),
-            "staleness_bound": self.config.staleness.bound,
-            "in_flight": self.dispatch.in_flight,
-            "watermark": decision.watermark if decision else None,
-            "watermark_binding": decision.binding if decision else None,
-            "ready": ledger.counts.by_state["ready"],
-            "engine_busy": self.busy_shares.get("engines"),
-            "trainer_busy": self.busy_shares.get("trainer"),
-            "learning_rate": self.config.trainer.learning_rate_at(batch_id, self.config.stop.batches),
-            **report.model_dump(exclude={"row_ids", "skipped_row_ids", "batch_id"}),
-            "push_s": self.pusher.seconds,
-            "serving_version": ledger.serving_version,
-            "epoch": ledger.epoch,
-            "discarded_total": ledger.counts.by_outcome["discarded"],
-        }
-        while self.recent and self.recent[-1]["batch_id"] >= batch_id:  # a replay
-            self.recent.pop()
-        self.recent.append(line)
-        self.metrics.write(line)
-        for alarm in observe.alarms(self):
-            log.warning("%s", alarm)
-        stop = self.config.stop
-        window = [m["reward_mean"] for m in list(self.recent)[-stop.reward_window :]]
-        if stop.reward is not None and len(window) == stop.reward_window and sum(window) / len(window) >= stop.reward:
-            self.core.ending = f"mean reward reached {stop.reward}"
-            self.core.draining = self.core.ending
-
-    @property
-    def gap_max(self) -> float | None:
-        """The largest difference of log-probs seen, engine to trainer: of rows of one version, and of the pushes' fixed sequence."""
-        return max((gap for gap in (self._gap_of_rows, self.publisher.gap_max) if gap is not None), default=None)
-
-    @property
-    def elapsed_s(self) -> float:
-        return self._elapsed_before_s + time.monotonic() - self.core.started
-
-    def _measure_busy(self) -> None:
-        """Shares of the time since the last look (at least a second ago) in which engines and trainer worked."""
-        then, engines_then, trainer_then = self._busy_at
-        now, engines = time.monotonic(), sum(slot.busy_s() for slot in self.pool.slots.values())
-        trainer = self.training.busy.seconds()
-        if now - then < 1.0:
-            return
-        span = now - then
-        self.busy_shares = {
-            "engines": min(1.0, max(0.0, (engines - engines_then) / (span * max(1, len(self.pool.slots))))),
-            "trainer": min(1.0, max(0.0, (trainer - trainer_then) / span)),
-        }
-        self._busy_at = (now, engines, trainer)
+    # ---- once a second ----
 
     async def _tick_loop(self) -> None:
         """Once a second: busy shares, and the archive's age. Owned by `run`."""
         while True:
             await asyncio.sleep(1.0)
-            self._measure_busy()
+            self.history.measure_busy()
             self.scoring.look()
-            if self.archive.due:
-                await asyncio.to_thread(self.archive.flush)
-
-    # ---- ends of trajectories ------------------------------------------------------------------------------------------
-
-    async def _archive_finished(self, samples: list[Sample], outcome: str, reason: str | None) -> None:
-        """Text, tokens and lineage of trajectories about to be finished, durable before the ledger says so."""
-        done = [(s, t) for s in samples for t in s.in_state("consumed")]
-        await asyncio.to_thread(self._archive_rows, done, outcome, reason)
-
-    def _archive_rows(self, done: list[tuple[Sample, Trajectory]], outcome: str, reason: str | None) -> None:
-        for sample, trajectory in done:
-            self.archive.append(self._finished(sample, trajectory, outcome, reason))
-        self.archive.flush()
-
-    def _archive_discarded(self, sample: Sample, trajectory: Trajectory) -> None:
-        self.archive.append(self._finished(sample, trajectory, "discarded", trajectory.reason))
-
-    def _finished(self, sample: Sample, trajectory: Trajectory, outcome: str, reason: str | None) -> FinishedTrajectory:
-        row = self.core.feed.row(sample.segment, sample.row_index)
-        leaf = trajectory.leaves[0] if trajectory.leaves else None
-        ids: list[int] = []
-        mask: list[int] = []
-        log_probs: list[float] = []
-        spans: list[list[int]] = []
-        if leaf is not None:
-            try:
-                with self.store.open(Ref.from_wire(leaf.rollout)) as columns:
-                    ids, mask = columns["input_ids"].tolist(), columns["response_mask"].tolist()
-                    log_probs, spans = columns["rollout_log_probs"].tolist(), columns["version_spans"].tolist()
-            except Gone:
-                reason = f"{reason or ''} (its rows were gone)".strip()
-        response = [token for token, trained in zip(ids[1:], mask, strict=True) if trained]
-        prompt = row.prompt if row.prompt is not None else orjson.dumps(row.messages).decode()
-        return FinishedTrajectory(
-            traj_uid=trajectory.traj_uid,
-            uid=sample.uid,
-            run_id=self.core.run_id,
-            dataset_id=self.core.feed.dataset_of(sample.segment),
-            row_index=sample.row_index,
-            outcome=outcome,
-            reason=reason,
-            version_tag=sample.version_tag,
-            batch_id=sample.batch_id,
-            reward=trajectory.reward,
-            is_correct=leaf.is_correct if leaf else None,
-            prompt=prompt,
-            response=self.tokenizer.decode(response),
-            input_ids=ids,
-            response_mask=mask,
-            rollout_log_probs=log_probs,
-            version_spans=spans,
-            attempts=1 + trajectory.infrastructure_attempts + trajectory.data_attempts,
-            started_at=trajectory.started_at,
-            finished_at=time.time(),
-            parts="{}",
-        )
-
-    def texts(self, trajectory: Trajectory) -> list[str]:
-        """The responses of a live trajectory's leaves, decoded from the store."""
-        out = []
-        for leaf in trajectory.leaves:
-            with self.store.open(Ref.from_wire(leaf.rollout), ["input_ids", "response_mask"]) as columns:
-                ids, mask = columns["input_ids"][1:], columns["response_mask"]
-                out.append(self.tokenizer.decode(ids[mask == 1].tolist()))
-        return out
-
-    def _free(self, trajectories: list[Trajectory]) -> None:
-        self.store.free(Ref.from_wire(ref) for t in trajectories for leaf in t.leaves for ref in (leaf.rollout, leaf.reward))
+            if self.finished.archive.due:
+                await asyncio.to_thread(self.finished.archive.flush)
 
 
 def canary_ids(tokenizer: TokenizerView, context_length: int) -> list[int]:

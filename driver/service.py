@@ -211,7 +211,7 @@ def create_app(runs: dict[str, Run], *, token: str | None, loopback: bool, shutd
     @app.get("/v1/runs/{run}/batches", tags=["runs"])
     async def batches(run: RunDep, last: Annotated[int, Query(ge=1, le=1000)] = 20) -> list[dict[str, Any]]:
         """The newest batches' metrics, oldest first."""
-        return list(run.recent)[-last:]
+        return list(run.history.recent)[-last:]
 
     @app.get("/v1/runs/{run}/trajectories", tags=["trajectories"])
     async def trajectories(

@@ -11,12 +11,13 @@ import pytest
 
 from driver.config import load_config
 from driver.core import Core
-from driver.dispatch import Dispatch, GivenUp
+from driver.dispatch import Dispatch
 from driver.feed import Feed
 from driver.ledger import Ledger
 from driver.ledger_db import LedgerDB
 from driver.push import Pusher
 from driver.scoring import Scoring
+from driver.turns import GivenUp
 from driver.watermark import Watermark
 from rollout.answer import EngineError, Generation, Prefix, refusal
 from rollout.pool import EnginePool
@@ -95,7 +96,7 @@ async def test_a_whole_answer_is_taken_as_it_is(parts):
     dispatch, trajectory, engines = parts
     engine = ScriptedEngine(answer(9, EOS))
     engines(engine)
-    made = await dispatch._generate(trajectory, 0, [5, 6])
+    made = await dispatch.turns.generate(trajectory, 0, [5, 6])
     assert made.output_ids == [9, EOS] and made.finish_reason == "stop"
     assert engine.asked[0][:2] == ([5, 6], 16)
 
@@ -104,7 +105,7 @@ async def test_W1_E13_a_request_lost_with_its_engine_goes_on_elsewhere_from_its_
     dispatch, trajectory, engines = parts
     first, second = ScriptedEngine(lost(7, 8)), ScriptedEngine(answer(9, EOS))
     engines(first, second)
-    made = await dispatch._generate(trajectory, 0, [5])
+    made = await dispatch.turns.generate(trajectory, 0, [5])
     assert made.output_ids == [7, 8, 9, EOS] and made.spans == [(VERSION, 0, 4)]
     assert second.asked[0][:2] == ([5, 7, 8], 14), "the budget is what is left"
     assert trajectory.infrastructure_attempts == 1
@@ -115,7 +116,7 @@ async def test_E15_an_abort_is_continued_and_never_exceeds_the_budget(parts):
     dispatch, trajectory, engines = parts
     engine = ScriptedEngine(answer(7, 8, finish="abort"), answer(*range(20, 34), finish="length"))
     engines(engine)
-    made = await dispatch._generate(trajectory, 0, [5])
+    made = await dispatch.turns.generate(trajectory, 0, [5])
     assert len(made.output_ids) == 16 and made.output_ids[:2] == [7, 8] and made.finish_reason == "length"
     assert engine.asked[1][:2] == ([5, 7, 8], 14)
 
@@ -125,7 +126,7 @@ async def test_E15_an_answer_lost_after_its_last_token_is_whole(parts, ids, fini
     dispatch, trajectory, engines = parts
     engine = ScriptedEngine(lost(*ids))
     engines(engine)
-    made = await dispatch._generate(trajectory, 0, [5])
+    made = await dispatch.turns.generate(trajectory, 0, [5])
     assert made.output_ids == list(ids) and made.finish_reason == finish and len(engine.asked) == 1
 
 
@@ -134,15 +135,15 @@ async def test_L3_tokens_of_weights_that_were_never_verified_are_not_kept(parts)
     mixed = Generation([7, 8, EOS], [-0.5] * 3, [(VERSION, 0, 1), ("run/0/1/1", 1, 3)], "stop")
     engine = ScriptedEngine(mixed, answer(9, EOS))
     engines(engine)
-    made = await dispatch._generate(trajectory, 0, [5])
-    assert made.output_ids == [7, 9, EOS] and dispatch.tokens_resampled == 2
+    made = await dispatch.turns.generate(trajectory, 0, [5])
+    assert made.output_ids == [7, 9, EOS] and dispatch.turns.tokens_resampled == 2
 
 
 async def test_H3_a_prompt_that_always_fails_is_given_up_with_its_reason(parts):
     dispatch, trajectory, engines = parts
     engines(ScriptedEngine(lost(kind="data")))
     with pytest.raises(GivenUp, match="data: connection reset"):
-        await dispatch._generate(trajectory, 0, [5])
+        await dispatch.turns.generate(trajectory, 0, [5])
 
 
 @pytest.mark.parametrize("status", [401, 404])
@@ -150,7 +151,7 @@ async def test_E8_another_server_behind_an_engines_address_costs_no_trajectory(p
     dispatch, trajectory, engines = parts
     first, second = ScriptedEngine(refusal(status, "not here")), ScriptedEngine(answer(9, EOS))
     engines(first, second)
-    assert (await dispatch._generate(trajectory, 0, [5])).output_ids == [9, EOS]
+    assert (await dispatch.turns.generate(trajectory, 0, [5])).output_ids == [9, EOS]
     assert trajectory.infrastructure_attempts == 1
 
 
@@ -162,8 +163,8 @@ async def test_E8_tries_without_a_token_come_later_each_time_but_for_the_first_e
     async def sleep(seconds):
         pauses.append(seconds)
 
-    monkeypatch.setattr("driver.dispatch.asyncio.sleep", sleep)
-    assert (await dispatch._generate(trajectory, 0, [5])).output_ids == [9, EOS]
+    monkeypatch.setattr("driver.turns.asyncio.sleep", sleep)
+    assert (await dispatch.turns.generate(trajectory, 0, [5])).output_ids == [9, EOS]
     assert len(pauses) == 2 and 0 < pauses[0] < pauses[1]
 
 
@@ -172,7 +173,7 @@ async def test_an_infrastructure_that_always_fails_is_given_up_after_its_budget(
     engine = ScriptedEngine(*[lost() for _ in range(9)])
     engines(engine)
     with pytest.raises(GivenUp, match="infrastructure: connection reset"):
-        await dispatch._generate(trajectory, 0, [5])
+        await dispatch.turns.generate(trajectory, 0, [5])
     assert len(engine.asked) == 1 + 3
 
 
@@ -192,7 +193,7 @@ async def test_siblings_and_later_turns_go_where_their_prefix_is(parts):
     first, second = ScriptedEngine(*[answer(9, EOS)] * 4), ScriptedEngine()
     engines(first, second)
     for who, turn in ((trajectory, 0), (sibling, 0), (trajectory, 1), (sibling, 1)):
-        await dispatch._generate(who, turn, [5, 6])
+        await dispatch.turns.generate(who, turn, [5, 6])
     assert len(first.asked) == 4 and not second.asked, "idle engines would take turns"
 
 
@@ -201,7 +202,7 @@ async def test_E13_a_part_goes_to_another_engine_than_failed_and_the_next_turn_f
     first, second = ScriptedEngine(lost(7)), ScriptedEngine(*[answer(9, EOS)] * 2)
     engines(first, second)
     for turn in (0, 1):
-        await dispatch._generate(trajectory, turn, [5])
+        await dispatch.turns.generate(trajectory, turn, [5])
     assert (len(first.asked), len(second.asked)) == (1, 2)
 
 
@@ -210,12 +211,12 @@ async def test_E8_where_a_sample_went_is_forgotten_when_that_engine_dies(parts):
     sibling = dispatch._core.ledger.samples[0].trajectories[1]
     first, second = ScriptedEngine(answer(9, EOS)), ScriptedEngine(*[answer(9, EOS)] * 2)
     engines(first, second)
-    await dispatch._generate(trajectory, 0, [5])
+    await dispatch.turns.generate(trajectory, 0, [5])
     dispatch._pool.gone(dispatch._pool.slots["engine-0"], "killed")
-    await dispatch._generate(trajectory, 1, [5])
+    await dispatch.turns.generate(trajectory, 1, [5])
     third = dispatch._pool.register("engine-2", ScriptedEngine(), 1, 4)  # type: ignore[arg-type]
     dispatch._pool.open(third, Version("run", 0, 0, 1))
-    await dispatch._generate(sibling, 0, [5])
+    await dispatch.turns.generate(sibling, 0, [5])
     assert len(second.asked) == 2, "its sample's prompt lies there now"
 
 
@@ -224,10 +225,10 @@ async def test_what_was_remembered_of_a_sample_goes_with_it(parts):
     engines(ScriptedEngine(*[answer(9, EOS)] * 2))
     sample = dispatch._core.ledger.samples[0]
     for one in sample.trajectories:
-        await dispatch._generate(one, 0, [5])
+        await dispatch.turns.generate(one, 0, [5])
         dispatch._core.ledger.apply(ready(0, one.index))
     dispatch.settle(sample)
-    assert not dispatch._first
+    assert not dispatch.turns._first
 
 
 @pytest.mark.parametrize(
@@ -248,9 +249,9 @@ async def test_E14_an_answer_or_a_refusal_is_a_sign_of_life_and_a_lost_request_i
     other = dispatch._pool.register("engine-1", ScriptedEngine(answer(EOS)), 1, 4)  # type: ignore[arg-type]
     if silent_s:
         dispatch._pool.open(other, Version("run", 0, 0, 1))
-        dispatch._pusher._verified["engine-1", VERSION] = None
+        dispatch.turns._pusher._verified["engine-1", VERSION] = None
     with suppress(GivenUp):
-        await dispatch._generate(trajectory, 0, [5])
+        await dispatch.turns.generate(trajectory, 0, [5])
     assert slot.silent_s() == silent_s
 
 
@@ -261,7 +262,7 @@ async def test_E14_each_token_is_a_sign_of_life(parts):
     async with dispatch._pool.acquire(1.0, "test"):
         dispatch._pool._monotonic.now += 5
         assert slot.silent_s() == 5
-        dispatch._count(trajectory, 0, slot)([7], [-0.5], VERSION)
+        dispatch.turns._count(trajectory, 0, slot)([7], [-0.5], VERSION)
         assert slot.silent_s() == 0
 
 
@@ -286,6 +287,6 @@ async def test_in_deterministic_mode_a_retry_keeps_its_seed(parts):
     dispatch, trajectory, _ = parts
     rollout = dispatch._core.config.rollout.model_copy(update={"deterministic": True})
     dispatch._core.config = dispatch._core.config.model_copy(update={"rollout": rollout})
-    seeds = {dispatch._sampling(trajectory, 0, 5)["sampling_seed"] for _ in range(2)}
-    other = dispatch._sampling(trajectory, 1, 5)["sampling_seed"]
+    seeds = {dispatch.turns._sampling(trajectory, 0, 5)["sampling_seed"] for _ in range(2)}
+    other = dispatch.turns._sampling(trajectory, 1, 5)["sampling_seed"]
     assert len(seeds) == 1 and other not in seeds and 0 <= other < 2**63

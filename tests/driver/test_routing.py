@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from driver.dispatch import Way
 from driver.routing import Routing
+from driver.turns import Way
 from rollout.answer import EngineError, Prefix
 from rollout.pool import EnginePool
 from rollout.router import Worker

@@ -1,0 +1,206 @@
+"""One turn of one trajectory, on however many engines it takes: what was received is kept, and the next engine goes on from there.
+
+    prompt ─▶ the engine that holds its prefix ─tokens─▶ kept ─┬─ a stop, or the budget ─▶ Generation
+                     ▲                                         │
+                     └── lost, aborted, not verified, silent ──┘ on from the last trusted token
+
+Nothing is sampled anew from scratch in silence: what had to be given back is counted. A turn ends in `GivenUp` with its reason when its
+budget of tries is used, or when the prompt itself is refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from driver.core import Core
+from driver.events import TrajectoryRetried
+from driver.ledger import RUNNING, Trajectory
+from driver.push import Pusher
+from driver.routing import Routing
+from rollout.answer import EngineError, Generation, Prefix, joined
+from rollout.client import Clock, EngineClient
+from rollout.pool import EnginePool, Lease
+from rollout.slot import EngineSlot
+from rollout.tokens import TokenizerView
+
+ENGINE_WAIT_S = 600.0
+FIRST_PAUSE_S = 0.1  # before a third try without a token, and twice as long before each further one: with no engine left that answers, a
+LONGEST_PAUSE_S = 5.0  # budget of tries would be gone in the second that it takes to notice that
+
+
+class GivenUp(Exception):
+    """This trajectory ends here; the text is its reason."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a request goes: to one engine, that served `version`, or through a router, to any of those that served `versions`."""
+
+    client: EngineClient
+    clock: Clock
+    version: str | None
+    versions: frozenset[str] | None
+
+    def sure(self, prefix: Prefix) -> Prefix:
+        """Of an answer that broke off. A first chunk of other weights than were served may hold tokens from before them."""
+        if self.versions is None or (prefix.spans and prefix.spans[0][0] in self.versions):
+            return prefix
+        return Prefix()
+
+
+def retry(core: Core, trajectory: Trajectory, kind: str, reason: str) -> None:
+    """Count one more try of this kind, or give the trajectory up when its budget is used."""
+    budget = core.config.rollout.data_retries if kind == "data" else core.config.rollout.infrastructure_retries
+    used = trajectory.data_attempts if kind == "data" else trajectory.infrastructure_attempts
+    if trajectory.state != RUNNING:
+        raise GivenUp("its sample was discarded")
+    if used >= budget:
+        raise GivenUp(f"{kind}: {reason}")
+    core.apply(TrajectoryRetried(traj_uid=trajectory.traj_uid, kind=kind, reason=reason))
+
+
+class Turns:
+    """Asks engines for the turns of trajectories."""
+
+    def __init__(self, core: Core, pool: EnginePool, pusher: Pusher, tokenizer: TokenizerView, routing: Routing | None) -> None:
+        self._core = core
+        self._pool = pool
+        self._pusher = pusher
+        self._tokenizer = tokenizer
+        self._routing = routing
+        self._first: dict[int, EngineSlot] = {}  # of live samples: who took its first request, and holds the prompt
+        self._last: dict[str, EngineSlot] = {}  # of trajectories in flight: who took its last turn or part
+        self.tokens_resampled = 0
+        self.progress: dict[str, int] = {}  # tokens so far, by trajectory in flight
+
+    def forget(self, traj_uid: str) -> None:
+        """It is in flight no more."""
+        self.progress.pop(traj_uid, None)
+        self._last.pop(traj_uid, None)
+
+    def forget_sample(self, uid: int) -> None:
+        """None of it is running any more."""
+        self._first.pop(uid, None)
+
+    def _sampling(self, trajectory: Trajectory, turn: int, prompt_tokens: int) -> dict[str, Any]:
+        config = self._core.config.rollout
+        room = config.context_length - 1 - prompt_tokens
+        sampling: dict[str, Any] = {
+            "temperature": config.sampling.temperature,
+            "max_new_tokens": min(config.sampling.max_new_tokens, room),
+            "stream_interval": config.stream_interval,
+        }
+        if config.sampling.stop_token_ids:
+            sampling["stop_token_ids"] = list(config.sampling.stop_token_ids)
+        if config.deterministic:
+            name = f"{self._core.run_id}/{self._core.config.seed}/{trajectory.traj_uid}/{turn}"
+            sampling["sampling_seed"] = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest()) >> 1
+        return sampling
+
+    async def generate(self, trajectory: Trajectory, turn: int, prompt_ids: list[int]) -> Generation:
+        """One turn, on however many engines it takes: what was received is kept, and the next engine goes on from there."""
+        config = self._core.config.rollout
+        sampling = self._sampling(trajectory, turn, len(prompt_ids))
+        budget = sampling["max_new_tokens"]
+        stops = {*self._tokenizer.eos_ids, *config.sampling.stop_token_ids}
+        kept = Prefix()
+        avoid: tuple[str, ...] = ()
+        fruitless = 0  # tries in a row
+        for part in range(1_000_000):
+            if fruitless > 1:
+                await asyncio.sleep(min(FIRST_PAUSE_S * 2 ** (fruitless - 2), LONGEST_PAUSE_S))
+            if kept.output_ids and (kept.output_ids[-1] in stops or len(kept.output_ids) >= budget):
+                return _complete(kept, stops, len(prompt_ids))
+            tried = trajectory.infrastructure_attempts
+            rid = f"{self._core.run_id}.{self._core.ledger.epoch}.{trajectory.traj_uid}.{turn:04d}.{tried:06d}.{part:06d}"
+            request = {**sampling, "max_new_tokens": budget - len(kept.output_ids)}
+            try:
+                if self._routing is not None:
+                    await self._routing.usable(ENGINE_WAIT_S)
+                asker, prefer = f"trajectory {trajectory.traj_uid}", self._prefers(trajectory)
+                async with self._pool.acquire(ENGINE_WAIT_S, asker, avoid=avoid, prefer=prefer) as lease:
+                    slot, way = lease.slot, self._way(lease)
+                    self._took(trajectory, slot)
+                    try:
+                        answer = await way.client.generate(
+                            [*prompt_ids, *kept.output_ids],
+                            request,
+                            rid,
+                            stall_s=config.stall_s,
+                            clock=way.clock,
+                            version=way.version,
+                            on_tokens=self._count(trajectory, len(kept.output_ids), slot),
+                        )
+                        slot.heard()
+                    except EngineError as error:
+                        if error.status is not None:  # a refusal is an answer
+                            slot.heard()
+                        received = await self._pusher.trusted(way.sure(error.prefix))
+                        kept = _extend(kept, received)
+                        avoid = (slot.engine_id,)
+                        fruitless = 0 if received.output_ids else fruitless + 1
+                        if error.kind == "data":  # a key or a path that is refused says nothing of the prompt, nor of other engines
+                            raise GivenUp(f"{error.kind}: {error}") from error
+                        retry(self._core, trajectory, "infrastructure", str(error))
+                        continue
+                received = await self._pusher.trusted(answer)
+                if len(received.output_ids) == len(answer.output_ids) and answer.finish_reason != "abort":
+                    return joined(kept, answer)
+                # Aborted by the engine, or made by weights that failed their check: go on from what is good.
+                self.tokens_resampled += len(answer.output_ids) - len(received.output_ids)
+                kept = _extend(kept, received)
+                fruitless = 0 if received.output_ids else fruitless + 1
+                if not received.output_ids:
+                    retry(self._core, trajectory, "infrastructure", f"{slot.engine_id} ended the request without a token")
+            except TimeoutError as error:
+                retry(self._core, trajectory, "infrastructure", str(error))
+        raise AssertionError("unreachable")
+
+    def _way(self, lease: Lease) -> Way:
+        if self._routing is None:
+            return Way(lease.client, lease.slot.clock, str(lease.slot.verified), None)
+        versions = frozenset(str(slot.verified) for slot in self._pool.slots.values() if slot.state == "open")
+        return Way(self._routing.client.engine, self._pool.clock, None, versions)
+
+    def _prefers(self, trajectory: Trajectory) -> EngineSlot | None:
+        """The engine that holds its last turn or, at its first, its siblings' prompt. A router has an opinion of its own."""
+        if self._routing is not None:
+            return None
+        return self._last.get(trajectory.traj_uid) or self._first.get(trajectory.uid)
+
+    def _took(self, trajectory: Trajectory, slot: EngineSlot) -> None:
+        """Its next turn goes where this one went, and its siblings to where the first of them went, while that engine lives."""
+        self._last[trajectory.traj_uid] = slot
+        first = self._first.get(trajectory.uid)
+        if first is None or first.state == "gone":
+            self._first[trajectory.uid] = slot
+
+    def _count(self, trajectory: Trajectory, before: int, slot: EngineSlot) -> Callable[[list[int], list[float], str], None]:
+        self.progress[trajectory.traj_uid] = before
+
+        def on_tokens(ids: list[int], log_probs: list[float], version: str) -> None:
+            slot.heard()
+            self.progress[trajectory.traj_uid] += len(ids)
+
+        return on_tokens
+
+
+def _extend(kept: Prefix, more: Prefix) -> Prefix:
+    """`more` was generated after `kept`."""
+    whole = joined(kept, Generation(more.output_ids, more.log_probs, more.spans))
+    return Prefix(whole.output_ids, whole.log_probs, whole.spans)
+
+
+def _complete(kept: Prefix, stops: set[int], prompt_tokens: int) -> Generation:
+    """The engine was lost after the last token and before it said so: the answer is whole."""
+    return Generation(
+        kept.output_ids,
+        kept.log_probs,
+        kept.spans,
+        finish_reason="stop" if kept.output_ids[-1] in stops else "length",
+        prompt_tokens=prompt_tokens,
+    )
