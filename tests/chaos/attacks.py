@@ -21,6 +21,7 @@ from typing import Any
 import psutil
 
 from tests.chaos.accounts import Books, check
+from tests.chaos.driver import LENGTHS
 from tests.chaos.points import AFTER, BEFORE, DIRECTORY, DONE, LOST, ORDER, Order
 from tests.chaos.trainer import STEP_S
 from tests.service import ServiceUnderTest
@@ -94,13 +95,22 @@ def cells(rng: random.Random) -> list[Cell]:
 class Chaos:
     """A service under attack. `run_dir` may hold a run that was begun before."""
 
-    def __init__(self, directory: Path, rng: random.Random, *settings: str, step_s: float = 0.3) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        rng: random.Random,
+        *settings: str,
+        step_s: float = 0.3,
+        bound: int = BOUND,
+        lengths: Path | None = None,
+    ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.orders = directory / "orders"
         self.orders.mkdir(exist_ok=True)
         scorer = directory / "scorer.py"
         scorer.write_text(REWARD)
         self.rng = rng
+        self.bound = bound
         self.number = 0
         self.not_reached: list[str] = []
         self._deaths: dict[str, list[float]] = defaultdict(list)
@@ -108,7 +118,7 @@ class Chaos:
             directory / "run",
             f"batch.samples={SAMPLES}",
             f"rollout.n={N_PER_SAMPLE}",
-            f"staleness.bound={BOUND}",
+            f"staleness.bound={bound}",
             "rollout.engines=2",
             "rollout.stream_interval=2",
             "rollout.stall_s=8",
@@ -126,7 +136,7 @@ class Chaos:
             "push.deadline_s=15",
             *settings,
             module="tests.chaos.driver",
-            environment={DIRECTORY: str(self.orders), STEP_S: str(step_s)},
+            environment={DIRECTORY: str(self.orders), STEP_S: str(step_s)} | ({LENGTHS: str(lengths)} if lengths else {}),
         )
 
     # ---- the service as a user has it --------------------------------------------------------------------------------
@@ -147,7 +157,7 @@ class Chaos:
         raise AssertionError("the service does not come up")
 
     def books(self) -> Books:
-        return check(self.run_dir, N_PER_SAMPLE, BOUND)
+        return check(self.run_dir, N_PER_SAMPLE, self.bound)
 
     def healthy(self) -> None:
         """Both engines serve, and another batch is trained."""

@@ -8,7 +8,9 @@ a step of the protocol  before and after the call (STEPS)
 from __future__ import annotations
 
 import functools
+import json
 import os
+import random
 import threading
 import time
 from pathlib import Path
@@ -20,14 +22,17 @@ from driver import cli
 from driver.core import Core
 from driver.events import Event
 from driver.finished import Finished
+from driver.ledger import Trajectory
 from driver.ledger_db import LedgerDB
 from driver.processes import Processes
+from driver.turns import Turns
 from reward.client import RewardClient
 from rollout.client import EngineClient
 from store import EmbeddedStore
 from tests.chaos.points import AFTER, BEFORE, DIRECTORY, LOST, Order, Points, step
 from trainer.client import TrainerClient
 
+LENGTHS = "HEADRACE_CHAOS_LENGTHS"  # a JSON list: how long the answer of each trajectory is
 RUNS_ON_S = 0.15  # how long everything else goes on before a group that never comes
 
 STEPS: dict[str, tuple[type, str]] = {
@@ -114,6 +119,18 @@ class Transitions:
         LedgerDB._commit = commits  # type: ignore[method-assign]
 
 
+def take_lengths(lengths: list[int]) -> None:
+    """An answer ends by its length alone, the same one in every try."""
+    sampling = Turns._sampling
+
+    def sampled(self: Turns, trajectory: Trajectory, turn: int, prompt_tokens: int) -> dict[str, Any]:
+        asked = sampling(self, trajectory, turn, prompt_tokens)
+        length = random.Random(trajectory.traj_uid).choice(lengths)
+        return {**asked, "max_new_tokens": min(length, asked["max_new_tokens"]), "ignore_eos": True}
+
+    Turns._sampling = sampled  # type: ignore[method-assign]
+
+
 def install(directory: Path) -> None:
     points = Points(directory, pid_of)
     Transitions(points).install()
@@ -128,6 +145,8 @@ def install(directory: Path) -> None:
     def modules(self: Processes, name: str, *flags: str) -> list[str]:
         return module(self, "tests.chaos.trainer" if name == "trainer.main" else name, *flags)
 
+    if LENGTHS in os.environ:
+        take_lengths(json.loads(Path(os.environ[LENGTHS]).read_text()))
     Processes.__init__ = begins  # type: ignore[method-assign]
     Processes._module = modules  # type: ignore[method-assign]
 
