@@ -50,6 +50,33 @@ class EngineUrl(BaseModel):
     url: str = Field(description="http://HOST:PORT; the host must be one of service.engine_hosts")
 
 
+class Fault(BaseModel):
+    message: str = Field(description="what is wrong, and what to do")
+    line: int | None = Field(None, description="of an upload: the first line that is wrong")
+
+
+class Refusal(BaseModel):
+    """Every answer that is not a success."""
+
+    error: Fault
+
+
+REFUSALS: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": Refusal, "description": "the call is refused; the message says why"},
+    422: {"model": Refusal, "description": "a parameter or a field has the wrong form"},
+    503: {"model": Refusal, "description": "the ledger can not be written, so nothing is taken"},
+}
+ROWS_BODY = {
+    "requestBody": {
+        "content": {
+            "application/octet-stream": {"schema": {"type": "string", "format": "binary"}},
+            "application/json": {"schema": PathSubmit.model_json_schema()},
+        }
+    }
+}
+"""The routes read it as a stream, so FastAPI does not see it."""
+
+
 class Submitted(BaseModel):
     dataset_id: str
     rows_added: int
@@ -75,7 +102,7 @@ class _Metrics:
 
 def create_app(runs: dict[str, Run], *, token: str | None, loopback: bool, shutdown: Callable[[], None]) -> FastAPI:
     """The app over these runs. `shutdown` asks the process to end in order."""
-    app = FastAPI(title="Headrace", version="0.1.0", summary="Asynchronous reinforcement learning of language models")
+    app = FastAPI(title="Headrace", version="0.1.0", summary="Asynchronous reinforcement learning of language models", responses=REFUSALS)
     registry = CollectorRegistry()
     registry.register(_Metrics(runs))
 
@@ -276,7 +303,7 @@ def create_app(runs: dict[str, Run], *, token: str | None, loopback: bool, shutd
     async def datasets(run: RunDep) -> list[dict[str, Any]]:
         return [msgspec.to_builtins(d) for d in run.core.feed.datasets()]
 
-    @app.post("/v1/runs/{run}/datasets", tags=["datasets"], status_code=201)
+    @app.post("/v1/runs/{run}/datasets", tags=["datasets"], status_code=201, openapi_extra=ROWS_BODY)
     async def submit(
         request: Request,
         run: RunDep,
@@ -291,7 +318,7 @@ def create_app(runs: dict[str, Run], *, token: str | None, loopback: bool, shutd
         """
         return await _submit(request, run, None, name, close, mapping, idempotency_key)
 
-    @app.post("/v1/runs/{run}/datasets/{dataset_id}/rows", tags=["datasets"], status_code=201)
+    @app.post("/v1/runs/{run}/datasets/{dataset_id}/rows", tags=["datasets"], status_code=201, openapi_extra=ROWS_BODY)
     async def append(
         request: Request,
         run: RunDep,
