@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.accounts import check_end
-from tests.chaos.attacks import BOUND, EXPLAINED, KILL, N_PER_SAMPLE, STOP, STOP_FOR_GOOD, VICTIMS, Cell, Chaos, cells
+from tests.chaos.attacks import BOUND, EXPLAINED, KILL, N_PER_SAMPLE, STOP, STOP_FOR_GOOD, TERM, VICTIMS, Cell, Chaos, cells
 from tests.chaos.points import AFTER, BEFORE, LOST
 from tests.fleet import BASE
 from tests.rescore import rescore
@@ -114,3 +114,12 @@ def test_W1_A1_A2_killed_when_the_run_ends(tmp_path: Path) -> None:
         assert chaos.not_reached == []
     finally:
         chaos.close()
+
+
+def test_H6_told_to_end_in_the_middle_of_a_reward_a_push_a_step_and_a_save_it_ends_in_order_and_goes_on(tmp_path: Path) -> None:
+    """Within its deadline, with exit status 0 and nothing in memory; what was trained is saved, so nothing is replayed afterwards."""
+    rng = random.Random(SEED)
+    chaos = Chaos(tmp_path / "it", rng, "checkpoint.every=3", "stop_deadline_s=45")
+    places = ("score", BEFORE), ("set_version", BEFORE), ("account", BEFORE), ("save", BEFORE), ("publish", AFTER), ("archive", AFTER)
+    live_through(chaos, [Cell("driver", TERM, point, moment) for point, moment in places], rng)
+    assert chaos.not_reached == [] and chaos.books().number("epoch") == 0

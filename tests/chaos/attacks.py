@@ -28,7 +28,8 @@ from tests.service import ServiceUnderTest
 
 N_PER_SAMPLE, SAMPLES, BOUND = 4, 4, 2
 VICTIMS = ("driver", "engine", "reward", "worker", "trainer", "rank")
-KILL, STOP, STOP_FOR_GOOD = "KILL", "STOP", "STOP for good"
+KILL, STOP, STOP_FOR_GOOD, TERM = "KILL", "STOP", "STOP for good", "TERM"
+TERM_S = 75.0  # stop_deadline_s for the step and the checkpoint, and what the processes have to end
 EVENTS = (
     "SampleRegistered",
     "TrajectoryReady",
@@ -268,7 +269,10 @@ class Chaos:
         if cell.victim == "driver" and cell.how != STOP:
             if cell.how == STOP_FOR_GOOD:
                 self.service.process.kill()
-            self.service.process.wait(30)
+            code = self.service.process.wait(TERM_S if cell.how == TERM else 30)
+            if cell.how == TERM:
+                assert code == 0, self.service.log()[-3000:]
+                assert not self.service.store.exists(), "what is ready was parked, and nothing is left in memory"
             self.books()  # as it lies on the disk, before anybody comes to mend it
             self.start()
 
