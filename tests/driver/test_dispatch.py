@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ import pytest
 
 from driver.config import load_config
 from driver.core import Core
+from driver.datasets import DataRow
 from driver.dispatch import Dispatch
 from driver.feed import Feed
 from driver.ledger import Ledger
@@ -290,3 +292,16 @@ async def test_in_deterministic_mode_a_retry_keeps_its_seed(parts):
     seeds = {dispatch.turns._sampling(trajectory, 0, 5)["sampling_seed"] for _ in range(2)}
     other = dispatch.turns._sampling(trajectory, 1, 5)["sampling_seed"]
     assert len(seeds) == 1 and other not in seeds and 0 <= other < 2**63
+
+
+async def test_W4_an_engine_that_only_answers_500_makes_no_row_and_no_reward(parts):
+    dispatch, trajectory, engines = parts
+    core = dispatch._core
+    engine = ScriptedEngine(*[refusal(500, "internal error")] * 4)
+    engines(engine)
+    dispatch._rows[0] = DataRow(0, "sort 1 =", None, "1", "sort", {})
+    dispatch._tasks[trajectory.traj_uid] = asyncio.current_task()
+    await dispatch._trajectory(core.ledger.samples[0], trajectory)
+    assert not engine.script and trajectory.infrastructure_attempts == 3, "asked again, within its budget"
+    assert trajectory.outcome == "discarded" and trajectory.reason.startswith("infrastructure: ") and "500" in trajectory.reason
+    assert trajectory.reward is None and trajectory.leaves == () and core.store.stats().objects == 0
