@@ -22,7 +22,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from driver import observe
@@ -31,58 +31,12 @@ from driver.datasets import DatasetError, read_rows, resolve_under, scorable
 from driver.feed import FeedError
 from driver.ledger_db import LedgerError
 from driver.run import Run
+from driver.service_schema import REFUSALS, ROWS_BODY, EngineUrl, PathSubmit, Submitted
 from driver.settings import SECRETS
 from rollout.address import NotAllowed
 
 MAX_UPLOAD_BYTES = 4 << 30
 MAX_JSON_BYTES = 64 << 10
-
-
-class PathSubmit(BaseModel):
-    """A dataset file on the service's machine, under one of `service.data_roots`."""
-
-    model_config = ConfigDict(extra="forbid")
-    path: str
-
-
-class EngineUrl(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-    url: str = Field(description="http://HOST:PORT; the host must be one of service.engine_hosts")
-
-
-class Fault(BaseModel):
-    message: str = Field(description="what is wrong, and what to do")
-    line: int | None = Field(None, description="of an upload: the first line that is wrong")
-
-
-class Refusal(BaseModel):
-    """Every answer that is not a success."""
-
-    error: Fault
-
-
-REFUSALS: dict[int | str, dict[str, Any]] = {
-    "4XX": {"model": Refusal, "description": "the call is refused; the message says why"},
-    422: {"model": Refusal, "description": "a parameter or a field has the wrong form"},
-    503: {"model": Refusal, "description": "the ledger can not be written, so nothing is taken"},
-}
-ROWS_BODY = {
-    "requestBody": {
-        "content": {
-            "application/octet-stream": {"schema": {"type": "string", "format": "binary"}},
-            "application/json": {"schema": PathSubmit.model_json_schema()},
-        }
-    }
-}
-"""The routes read it as a stream, so FastAPI does not see it."""
-
-
-class Submitted(BaseModel):
-    dataset_id: str
-    rows_added: int
-    rows: int
-    closed: bool
-    created: bool = Field(description="false: this idempotency key was seen before and nothing was added")
 
 
 class _Metrics:
