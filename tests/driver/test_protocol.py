@@ -207,3 +207,30 @@ async def test_A1_A2_W1_a_crash_at_any_step_ends_as_if_there_had_been_none(tmp_p
     assert set(first.archived) | set(second.archived) == set(range(SAMPLES * BATCHES))
     held = checkpoints.newest(tmp_path / "after" / "checkpoints")
     assert held is not None and held.trained_version == BATCHES
+
+
+async def test_A2_W1_a_checkpoint_that_the_ledger_knows_nothing_of_is_believed_and_nothing_in_it_is_trained_again(tmp_path):
+    """The ledger's last commits never came: on the disk the batch is assembled, and a whole checkpoint holds it."""
+    (tmp_path / "after").mkdir()
+
+    def crash_there(now: str) -> None:
+        if now == "trained":
+            for name in ("ledger.sqlite", "ledger.sqlite-wal"):
+                shutil.copy(tmp_path / "run" / name, tmp_path / "after" / name)
+        elif now == "saved":
+            shutil.copytree(tmp_path / "run" / "checkpoints", tmp_path / "after" / "checkpoints")
+            shutil.copy(tmp_path / "run" / "trained_rows.jsonl", tmp_path / "after" / "trained_rows.jsonl")
+            raise Crash
+
+    first = Life(tmp_path / "run", tmp_path / "store", crash_there, every=1)
+    first.register_all()
+    await first.db.durable()
+    with pytest.raises(Crash):
+        await first.to_the_end()
+    first.db.close()
+    second = Life(tmp_path / "after", tmp_path / "store", lambda now: None)
+    assert second.ledger.trained_version == 0 and second.ledger.next_batch == 1
+    await second.to_the_end()
+    second.db.close()
+    assert second.trainer.trained == [1, 2] and second.archived == list(range(SAMPLES * BATCHES))
+    assert second.ledger.counts.by_outcome == {"trained": SAMPLES * BATCHES * N} and second.ledger.epoch == 0
