@@ -16,6 +16,7 @@ import random
 import subprocess
 import sys
 import time
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ from trainer.client import TrainerClient, TrainerLost
 from trainer.wire import MiniBatch, PlanRow, WireRef
 
 BATCHES, SAMPLES, N, CONTEXT, RATE = 4, 4, 4, 64, 5e-4
-TRACES = Path(os.environ.get("TRACES", Path(__file__).parents[1] / "shared/data"))
+TRACES = Path(__file__).parents[1] / "benchmarks/data"
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
@@ -125,7 +126,8 @@ class PlainLoop:
                 assert time.monotonic() < until, (self.directory / "trainer.log").read_text()
                 await asyncio.sleep(0.1)
 
-    def close(self) -> None:
+    async def close(self) -> None:
+        await self._http.aclose()
         for process in self._processes:
             process.kill()
             process.wait(30)
@@ -141,8 +143,16 @@ def sums(checkpoints: Path) -> dict[str, str]:
     }
 
 
-def parity(response: str, row: dict[str, Any]) -> float:
-    return 1.0 if response and int(response[0], 36) % 2 else 0.0
+SCORER = """import zlib
+
+def score(response, row):
+    return zlib.crc32((row["answer"] + response).encode()) % 5 / 4
+"""
+
+
+def score(response: str, row: dict[str, Any]) -> float:
+    """The same."""
+    return zlib.crc32((row["answer"] + response).encode()) % 5 / 4
 
 
 async def test_A3_bound_0_on_the_deterministic_engine_is_the_synchronous_loop_bit_for_bit(tmp_path: Path) -> None:
@@ -150,13 +160,15 @@ async def test_A3_bound_0_on_the_deterministic_engine_is_the_synchronous_loop_bi
     rows = [{"prompt": f"sort {n} =", "answer": str(n)} for n in range(100, 140)]
     settings = ("rollout.engines=2", "rollout.deterministic=true", "staleness.bound=0", f"stop.batches={BATCHES}", "shuffle=false")
     settings += ("checkpoint.every=1", "checkpoint.keep_last=100", "batch.mini_batches=2", f"trainer.learning_rate={RATE}")
+    (tmp_path / "scorer.py").write_text(SCORER)
+    settings += (f"reward.scorers={{'*': {{function: '{tmp_path}/scorer.py:score'}}}}",)
     run = await asyncio.to_thread(run_to_the_end, tmp_path, rows, *settings)
     (tmp_path / "plain").mkdir()
     loop = PlainLoop(tmp_path / "plain", run / "processes" / "trainer-0.json")
     try:
-        await loop.run(rows, parity)
+        await loop.run(rows, score)
     finally:
-        loop.close()
+        await loop.close()
     ends = {end.traj_uid: end for end in read_trajectories(run / "archive") if end.batch_id is not None}
     assert ends.keys() == loop.rewards.keys() and len(ends) == BATCHES * SAMPLES * N
     assert {name: (end.input_ids, end.rollout_log_probs) for name, end in ends.items()} == loop.tokens
@@ -171,14 +183,11 @@ async def test_A3_bound_0_on_the_deterministic_engine_is_the_synchronous_loop_bi
 
 
 @pytest.mark.parametrize("bound", [1, 2, 4])
-@pytest.mark.parametrize("trace", ["conversation", "synthetic"])
+@pytest.mark.parametrize("trace", ["mild", "heavy"])
 def test_A3_A4_L0_the_bound_holds_under_kills_with_the_lengths_of_a_trace(tmp_path: Path, trace: str, bound: int) -> None:
     """A whole service, whose answers are as long as the trace's, scaled to a mean of 12 tokens: the longest are 40 and 130. Four
     attacks of each; infrastructure retries without a limit, so nothing at all may be discarded."""
-    path = TRACES / f"lengths_{trace}.csv"
-    if not path.exists():
-        pytest.skip(f"{path} is not here; TRACES= names the folder of the traces")
-    with path.open() as file:
+    with (TRACES / f"lengths_{trace}.csv").open() as file:
         lengths = [int(line["output_tokens"]) for line in csv.DictReader(file)]
     scale = 12 / (sum(lengths) / len(lengths))
     table = tmp_path / "lengths.json"
