@@ -74,7 +74,7 @@ KILLS_WITH_sglang := sglang
 kills: setup
 	N=$(or $(N),180) SEED=$(SEED) $(BIN)/python -m pytest -s -m "$(KILLS_WITH_$(ENGINE))" tests/test_engine_kills.py $(ARGS)
 
-# In parts of 40 kills, each a run of its own. What a failed part did is printed; PART= with the same N and SEED repeats it.
+# In parts of 25 kills, each a run of its own. What a failed part did is printed; PART= with the same N and SEED repeats it.
 chaos: setup
 	N=$(or $(N),300) SEED=$(SEED) $(if $(PART),PART=$(PART)) $(BIN)/python -m pytest -s tests/test_chaos.py $(ARGS)
 

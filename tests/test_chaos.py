@@ -24,7 +24,7 @@ from tests.rescore import rescore
 N = int(os.environ.get("N", "0"))
 SEED = int(os.environ.get("SEED", "0"))
 PART = os.environ.get("PART")
-PART_KILLS = 40
+PART_KILLS = 25
 SHORT = 8
 ROWS = [(f"sort {n} =", "bad" if n % 20 == 7 else "often bad" if n % 20 == 13 else str(n)) for n in range(1000, 1200)]
 
