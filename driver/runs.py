@@ -151,11 +151,14 @@ class Runs:
 
     def _succeed(self, begun: Begun) -> None:
         self.waiting[begun.run_id] = f"it begins when run {begun.origin} has ended" if begun.engines == "take_over" else "it begins"
-        self._task(f"beginning of {begun.run_id}", self._begin(begun))
+        self._task(_beginning_of(begun.run_id), self._begin(begun))
 
     async def _begin(self, begun: Begun) -> None:
         """End the run before, if its engines are wanted; copy its datasets; start. What goes wrong is said in `waiting`."""
         taken: list[LocalProcess] = []
+        before = self._tasks.get(_beginning_of(begun.origin))
+        if before is not None:  # at a start of the service
+            await asyncio.wait([before])
         try:
             config = self._config(begun)
             origin = self.runs[begun.origin]
@@ -182,6 +185,10 @@ class Runs:
         del self.waiting[begun.run_id]
         log.info("run %s begins, from %s", begun.run_id, begun.origin)
         self._start(run)
+
+
+def _beginning_of(run_id: str) -> str:
+    return f"beginning of {run_id}"  # no run_id has a space
 
 
 def _copy_datasets(origin: Path, target: Path) -> None:

@@ -14,7 +14,7 @@ SETTINGS = ("batch.samples=4", "rollout.n=4", "stop.batches=100000", "stop.epoch
 
 
 def pids(service: ServiceUnderTest, run: str, role: str) -> list[int]:
-    return [p["pid"] for p in service.get(f"/v1/runs/{run}/processes") if p["role"] == role]
+    return [p["pid"] for p in service.get(f"/v1/runs/{run}/processes") if p["role"] == role and p["state"] == "ready"]
 
 
 def states(service: ServiceUnderTest) -> dict[str, str]:
