@@ -19,7 +19,7 @@ from benchmarks.common import Aim, arguments, median, report
 from tests.service import ServiceUnderTest
 
 AIMS: dict[str, Aim] = {"taken_over_batch_s": ("<=", 30.0)}
-SETTINGS = ("stop.batches=100000", "stop.epochs=null", "trainer.schedule=constant", "checkpoint.every=1000")
+SETTINGS = ("stop.batches=100000", "stop.epochs=null", "trainer.schedule=constant")
 
 
 def until(service: ServiceUnderTest, run: str, began: float) -> tuple[float, float]:
