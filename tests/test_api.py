@@ -12,6 +12,7 @@ import time
 import uuid
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -54,7 +55,9 @@ def service(tmp_path_factory: pytest.TempPathFactory):
 
 OPERATIONS = [
     f"{method.upper()} {path}"
-    for path, methods in create_app({}, token=None, loopback=True, shutdown=lambda: None).openapi()["paths"].items()
+    for path, methods in create_app(SimpleNamespace(runs={}, waiting={}), token=None, loopback=True, shutdown=lambda: None)
+    .openapi()["paths"]
+    .items()
     for method in methods
     if not path.endswith(ENDS_THE_RUN)
 ]
