@@ -44,8 +44,10 @@ EVENTS = (
     "EpochBegan",
     "VersionServed",
 )  # RunEnded has its own test: a run ends once
-DRIVER_STEPS = ("put", "free", "score", "train", "snapshot", "save", "archive", "pause", "set_version", "continue")
-TRAINER_STEPS = ("account", "publish", "resume")
+DRIVER_STEPS = ("put", "free", "lock", "score", "train", "snapshot", "save", "archive", "pause", "set_version", "continue")
+TRAINER_STEPS = ("account", "publish", "resume", "trainer lock")
+PARKING_STEPS = ("park", "unpark")  # after a SIGTERM, and at the start after it
+OFTEN = ("SampleRegistered", "TrajectoryReady", "put", "score", "free", "lock", "trainer lock")
 EXPLAINED = ("bad on purpose",)
 """Words of the only reasons: rows that are bad in the data. A kill explains none: with these budgets everything is tried again."""
 REPAIR_S = 150.0
@@ -86,9 +88,12 @@ def cells(rng: random.Random) -> list[Cell]:
         moments = (BEFORE, LOST, AFTER) if point in EVENTS else (BEFORE, AFTER)
         found += [Cell("driver", KILL, point, moment) for moment in moments]
         found.append(Cell("driver", STOP, point, rng.choice(moments)))
+        if point == "RowsLost":
+            continue  # it comes before anybody else is started
         others = ("rank", "trainer") if point in TRAINER_STEPS else VICTIMS[1:]
         hows = [KILL, STOP, STOP_FOR_GOOD]
         found += [Cell(victim, hows[(number + rng.randrange(3)) % 3], point, rng.choice(moments)) for number, victim in enumerate(others)]
+    found += [Cell("driver", KILL, point, moment) for point in PARKING_STEPS for moment in (BEFORE, AFTER)]
     rng.shuffle(found)
     return found
 
@@ -202,13 +207,21 @@ class Chaos:
 
     def _ordered(self, cell: Cell) -> dict[str, Any] | None:
         assert cell.point is not None and cell.moment is not None
-        often = cell.point in ("SampleRegistered", "TrajectoryReady", "put", "score", "free")
-        count = self.rng.randint(1, 12) if often else 1
+        count = self.rng.randint(1, 12) if cell.point in OFTEN else 1
         order = Order(self.number, cell.point, cell.moment, count, cell.victim, cell.how.split()[0])
         if cell.point in ("RowsLost", "BatchUnmade"):
             self.service.wait(lambda s: s["trained_version"] > s["committed_version"], "a batch to replay")
             order.write(self.orders)
             self.lose_the_host()
+        elif cell.point in PARKING_STEPS:
+            assert self.service.process is not None
+            if cell.point == "park":
+                order.write(self.orders)
+            self.service.process.send_signal(signal.SIGTERM)
+            self.service.process.wait(TERM_S)
+            if cell.point == "unpark":
+                order.write(self.orders)
+                self.start()
         else:
             if cell.point in ("EpochBegan", "resume"):
                 self.service.wait(lambda s: s["committed_version"] and s["trained_version"] > s["committed_version"], "a batch to replay")
@@ -266,7 +279,7 @@ class Chaos:
             time.sleep(lasts_s)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(done["pid"], signal.SIGCONT)
-        if cell.victim == "driver" and cell.how != STOP:
+        if cell.victim == "driver" and cell.how != STOP and done["pid"] == self.service.process.pid:
             if cell.how == STOP_FOR_GOOD:
                 self.service.process.kill()
             code = self.service.process.wait(TERM_S if cell.how == TERM else 30)

@@ -29,6 +29,7 @@ from driver.turns import Turns
 from reward.client import RewardClient
 from rollout.client import EngineClient
 from store import EmbeddedStore
+from store.account import Account
 from tests.chaos.points import AFTER, BEFORE, DIRECTORY, LOST, Order, Points, step
 from trainer.client import TrainerClient
 
@@ -38,6 +39,9 @@ RUNS_ON_S = 0.15  # how long everything else goes on before a group that never c
 STEPS: dict[str, tuple[type, str]] = {
     "put": (EmbeddedStore, "put"),
     "free": (EmbeddedStore, "free"),
+    "lock": (Account, "_read"),  # with the store's lock held
+    "park": (EmbeddedStore, "park"),
+    "unpark": (EmbeddedStore, "unpark"),
     "score": (RewardClient, "score"),
     "train": (TrainerClient, "train"),
     "snapshot": (TrainerClient, "snapshot"),

@@ -9,12 +9,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+from store.account import Account
 from tests.chaos.points import DIRECTORY, Points, step
 from trainer import checkpoints
 from trainer import main as program
 
 STEP_S = "HEADRACE_CHAOS_STEP_S"
-STEPS = ("account", "publish", "resume")
 
 
 def pid_of(victim: str) -> int | None:
@@ -24,6 +24,7 @@ def pid_of(victim: str) -> int | None:
 def install(directory: Path) -> None:
     points = Points(directory, pid_of)
     begin = program.Parent.__init__
+    Account._read = step(points, "trainer lock", Account._read)  # type: ignore[method-assign]
     checkpoints.publish = step(points, "publish", checkpoints.publish)
 
     def begins(self: Any, *args: Any) -> None:
