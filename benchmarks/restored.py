@@ -13,6 +13,7 @@ import json
 import os
 import random
 import signal
+import sqlite3
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -65,12 +66,12 @@ def kill_once(chaos: Chaos, victim: str) -> tuple[float, float]:
     while time.monotonic() < began + BEFORE_S:
         watch.look()
     before = watch.rate(began, time.monotonic())
-    version = watch.seen[-1][2]
     pid = None
     while pid is None:
         pid = chaos.pid_of(victim)
     killed = time.monotonic()
     os.kill(pid, signal.SIGKILL)
+    version = trained_on_disk(chaos.run_dir)  # a look may have missed the last one
     if victim == "driver":
         assert chaos.service.process is not None
         chaos.service.process.wait(30)
@@ -84,6 +85,15 @@ def kill_once(chaos: Chaos, victim: str) -> tuple[float, float]:
         if batch_s is not None and (restored_s := full_again(watch, killed, FULL * before)) is not None:
             return restored_s, batch_s
     return GIVE_UP_S, batch_s if batch_s is not None else GIVE_UP_S
+
+
+def trained_on_disk(run_dir: Path) -> int:
+    reader = sqlite3.connect(f"file:{run_dir}/ledger.sqlite?mode=ro", uri=True)
+    try:
+        found = reader.execute("SELECT value FROM meta WHERE name = 'trained_version'").fetchone()
+        return int(found[0])
+    finally:
+        reader.close()
 
 
 def full_again(watch: Watch, killed: float, wanted: float) -> float | None:
