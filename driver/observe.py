@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from driver.ledger import Trajectory, traj_uid_of
+from driver.ledger import CONSUMED, DISCARDED, EVALUATED, FINISHED, READY, RUNNING, TRAINED, Trajectory, traj_uid_of
 
 if TYPE_CHECKING:
     from driver.run import Run
@@ -244,14 +244,25 @@ def trajectories(run: Run, state: str | None, outcome: str | None, after: str | 
     at = (-1, -1) if after is None else _parse(after)
     if at is None:
         raise ValueError(f"{after!r} is not a trajectory id; they look like {traj_uid_of(12, 3)}")
-    filters = {"t.state = ?": state, "t.outcome = ?": outcome}
-    where = " AND ".join(["(t.uid, t.idx) > (?, ?)", *(name for name, value in filters.items() if value)])
-    parameters: tuple[Any, ...] = (*at, *(value for value in filters.values() if value), limit)
-    rows = run.core.db.query(
-        f"SELECT {_COLUMNS} FROM trajectories t JOIN samples s ON s.uid = t.uid WHERE {where} ORDER BY t.uid, t.idx LIMIT ?", parameters
-    )
+    rows = run.core.db.query(_page_sql(state, outcome), (at[0], *at, limit))
     items = [_row(run, row) for row in rows]
     return {"items": items, "next": items[-1]["traj_uid"] if len(items) == limit else None}
+
+
+def _page_sql(state: str | None, outcome: str | None) -> str:
+    """A page is found by an index, however many trajectories have ended: what is in flight by its live samples, what was not trained by an
+    index of its own. State and outcome are of our own lists, and written out because SQLite chooses an index by the text."""
+    assert state in (None, RUNNING, READY, CONSUMED, FINISHED) and outcome in (None, TRAINED, EVALUATED, DISCARDED)
+    filters = [f"t.{column} = '{value}'" for column, value in (("state", state), ("outcome", outcome)) if value]
+    if state not in (None, FINISHED):
+        tables, more = "samples s CROSS JOIN trajectories t ON t.uid = s.uid", ["s.over = 0"]
+        place, order = "s.uid >= ?", "s.uid, t.idx"
+    else:
+        by = "trajectories_untrained" if outcome in (EVALUATED, DISCARDED) else None
+        tables, more = f"trajectories t {f'INDEXED BY {by}' if by else ''} CROSS JOIN samples s ON s.uid = t.uid", []
+        place, order = "t.uid >= ?", "t.uid, t.idx"
+    where = " AND ".join([place, "(t.uid, t.idx) > (?, ?)", *more, *filters])
+    return f"SELECT {_COLUMNS} FROM {tables} WHERE {where} ORDER BY {order} LIMIT ?"
 
 
 def trajectory(run: Run, traj_uid: str) -> dict[str, Any] | None:

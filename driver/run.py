@@ -43,7 +43,7 @@ from rollout.client import make_http
 from rollout.pool import EnginePool
 from rollout.router import RouterClient
 from rollout.tokens import TokenizerView
-from store import EmbeddedStore, StoreStats
+from store import EmbeddedStore, StoreError, StoreStats
 from trainer.client import TrainerRefused
 
 log = logging.getLogger("headrace.run")
@@ -131,7 +131,7 @@ class Run:
             return
         try:
             reconcile(self.core, self.store, self.dispatch.settle)
-        except CannotContinue as error:
+        except (CannotContinue, LedgerError) as error:
             self.failure, self.state = str(error), "failed"
             await self._wind_down()
             return
@@ -159,6 +159,8 @@ class Run:
                 self._end_by_rule()
             elif self.failure is None and self._stop.is_set():
                 await self._stop_training(training)
+        except LedgerError as error:  # its last writes
+            self.failure, self.state = str(error), "failed"
         finally:
             stop.cancel()
             for task in [*others, training]:
@@ -204,26 +206,40 @@ class Run:
         self.publisher.free_all()
         self.transports.sweep()
         try:
-            if not core.db.failure:
-                await core.db.durable()
-        finally:
-            try:
-                self.finished.archive.flush()
-            except OSError as error:
-                self.failure = self.failure or str(error)
-            self.history.metrics.close()
-            if core.ledger.ended is None:
-                kept = self.store.park(self.config.directory / "parked")
-                log.info("%d objects are kept in %s for the next start", kept, self.config.directory / "parked")
-            self.store.remove()
-            self._store_gone = True
-            await self.http.aclose()
+            await core.db.durable()
+        except LedgerError as error:
+            self.failure = self.failure or str(error)
+        try:
+            self.finished.archive.flush()
+        except OSError as error:
+            self.failure = self.failure or str(error)
+        self.history.metrics.close()
+        self._keep_rows()
+        await self.http.aclose()
         if self.failure:
             self.state = "failed"
             log.error("the run has stopped: %s", self.failure)
         else:
             self.state = "finished" if core.ledger.ended else "stopped"
         core.waits.clear()
+
+    def _keep_rows(self) -> None:
+        """What the ledger on disk may still speak of goes to disk too; where it can not, it stays in shared memory for the next start."""
+        if self.core.ledger.ended is None or self.core.db.failure:
+            parked = self.config.directory / "parked"
+            try:
+                kept = self.store.park(parked)
+            except (OSError, StoreError) as error:
+                self.failure = self.failure or f"the ready rows can not be kept in {parked}: {error}; free space there"
+                log.warning(
+                    "the ready rows stay in %s: %s; a start finds them there, unless the host is restarted before",
+                    self.store.location,
+                    error,
+                )
+                return
+            log.info("%d objects are kept in %s for the next start", kept, parked)
+        self.store.remove()
+        self._store_gone = True
 
     def close(self) -> None:
         """Let go of the ledger."""
@@ -275,9 +291,11 @@ class Run:
     # ---- once a second ----
 
     async def _tick_loop(self) -> None:
-        """Once a second: busy shares, and the archive's age. Owned by `run`."""
+        """Once a second: is the ledger well, busy shares, and the archive's age. Owned by `run`."""
         while True:
             await asyncio.sleep(1.0)
+            if self.core.db.failure:  # nothing may be about to be written
+                raise LedgerError(self.core.db.failure)
             self.history.measure_busy()
             self.scoring.look()
             if self.finished.archive.due:

@@ -1,9 +1,13 @@
-"""The state machine: A1 and A2 over any sequence of legal events, and what illegal events do (nothing)."""
+"""The state machine: A1 and A2 over any sequence of legal events, crashes and restarts, and what illegal events do (nothing)."""
 
 from __future__ import annotations
 
+import asyncio
 import copy
+import shutil
+import tempfile
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -16,6 +20,8 @@ from driver.events import (
     BatchAssembled,
     BatchUnmade,
     EpochBegan,
+    Found,
+    Restarted,
     RowsLost,
     SampleDiscarded,
     TrajectoryDiscarded,
@@ -23,23 +29,63 @@ from driver.events import (
     VersionCommitted,
     VersionServed,
 )
-from driver.ledger import CONSUMED, FINISHED, READY, RUNNING, IllegalEvent, Ledger, traj_uid_of
-from tests.driver.conftest import ready, register
+from driver.ledger import CONSUMED, FINISHED, READY, RUNNING, IllegalEvent, Ledger, Upsert, traj_uid_of
+from driver.ledger_db import LedgerDB
+from driver.ledger_load import check
+from tests.driver.conftest import fields, ready, register
 
 P, N, BOUND = 2, 2, 2
 
 
 class AnyRun(RuleBasedStateMachine):
-    """Everything that can happen to a run, in any order: the counts always balance and nothing is trained twice or too old."""
+    """Everything that can happen to a run, in any order: the counts always balance and nothing is trained twice or too old. Group commits
+    come at any moment, and so do ends of the process: what is rebuilt from the database is the ledger of the last commit, field by field,
+    and the run goes on from there."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.ledger = Ledger()
+        self.directory = Path(tempfile.mkdtemp(prefix="headrace-test-ledger-", dir="/dev/shm"))
+        self.db = LedgerDB(self.directory / "ledger.sqlite")
+        self.ledger = self.db.load()
         self.ended: Counter[str] = Counter()  # traj_uid -> how often it was written as finished
         self.trained: dict[str, int] = {}
+        self.pending: list[list[Upsert]] = []
+        self.committed = copy.deepcopy((self.ledger, self.ended, self.trained))
+
+    def teardown(self) -> None:
+        self.commit()
+        self.db.close()
+        found = check(self.directory / "ledger.sqlite")
+        shutil.rmtree(self.directory)
+        assert found.well, found
+
+    def commit(self) -> None:
+        for writes in self.pending:
+            self.db.write(writes)
+        self.pending = []
+        asyncio.run(self.db.durable())
+        self.committed = copy.deepcopy((self.ledger, self.ended, self.trained))
+
+    @rule()
+    def a_group_is_committed(self) -> None:
+        self.commit()
+
+    @rule(killed=st.booleans())
+    def the_driver_is_restarted(self, killed: bool) -> None:
+        if not killed:
+            self.commit()
+        self.pending = []
+        self.db.close()
+        self.db = LedgerDB(self.directory / "ledger.sqlite")
+        self.ledger = self.db.load()
+        before, self.ended, self.trained = copy.deepcopy(self.committed)
+        assert fields(self.ledger) == fields(before)
+        self.apply(Restarted(found=Found(memory=1), time=7.0))
 
     def apply(self, event: object) -> None:
-        for write in self.ledger.apply(event):  # type: ignore[arg-type]
+        writes = self.ledger.apply(event)  # type: ignore[arg-type]
+        self.pending.append(writes)
+        for write in writes:
             values = write.values
             if write.table == "trajectories" and values["state"] == FINISHED:
                 traj_uid = traj_uid_of(values["uid"], values["idx"])
@@ -154,7 +200,7 @@ class AnyRun(RuleBasedStateMachine):
 
 
 AnyRun.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
-test_A1_A2_A4_hold_over_any_sequence_of_events = AnyRun.TestCase
+test_A1_A2_A4_W1_V6_hold_over_any_sequence_of_events_kills_and_restarts = AnyRun.TestCase
 
 
 def small_ledger() -> Ledger:
