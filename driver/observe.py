@@ -51,6 +51,10 @@ def status(run: Run) -> dict[str, Any]:
         "staleness_bound": config.staleness.bound,
         "logprob_gap_max": run.history.gap_max,
         "datasets": [msgspec.to_builtins(d) for d in run.core.feed.datasets()],
+        "restarts": run.core.ledger.restarts,
+        "found_at_start": None if run.found is None else msgspec.to_builtins(run.found),
+        "tokens_resampled": run.dispatch.turns.tokens_resampled,
+        "snapshot": run.snapshot.facts(),
         "alarms": alarms(run),
         "why": why(run)["waits"],
     }
@@ -58,10 +62,11 @@ def status(run: Run) -> dict[str, Any]:
 
 def alarms(run: Run) -> list[str]:
     """What a person should look at, though the run goes on."""
+    found = [why for why in (run.prefixes.failure, run.snapshot.failure) if why is not None]
     skipped = list(itertools.takewhile(lambda batch: batch.get("skipped"), reversed(run.history.recent)))
-    if len(skipped) < ALARM_SKIPPED_BATCHES:
-        return []
-    return [f"the last {len(skipped)} batches trained nothing ({skipped[0]['skipped']}); look at the rewards: headrace show TRAJ"]
+    if len(skipped) >= ALARM_SKIPPED_BATCHES:
+        found.append(f"the last {len(skipped)} batches trained nothing ({skipped[0]['skipped']}); look at the rewards: headrace show TRAJ")
+    return found
 
 
 def counts(run: Run) -> dict[str, Any]:
@@ -220,6 +225,7 @@ def gauges(run: Run) -> dict[str, float]:
         "headrace_dispatch_watermark_trajectories": float(decision.watermark if decision else 0),
         "headrace_dispatch_tokens_total": float(run.dispatch.tokens_sampled),
         "headrace_dispatch_resampled_tokens_total": float(run.dispatch.turns.tokens_resampled),
+        "headrace_dispatch_resumed_tokens_total": float(run.prefixes.tokens_resumed),
         "headrace_reward_pending_leaves": float(run.scoring.in_flight),
         "headrace_reward_failed_leaves_total": float(run.scoring.failed),
         "headrace_trainer_busy_seconds_total": run.training.busy.seconds(),

@@ -21,18 +21,20 @@ from driver.core import Core
 from driver.dispatch import Dispatch
 from driver.distributed import Courier, DistributedTransport
 from driver.engine_watch import EngineWatch
-from driver.events import RunEnded, SampleDiscarded
+from driver.events import Found, RunEnded, SampleDiscarded
 from driver.feed import Feed
 from driver.finished import Finished
 from driver.history import History
 from driver.launcher import StartFailed
 from driver.ledger import Upsert
 from driver.ledger_db import LedgerDB, LedgerError
+from driver.prefix_log import PrefixLog
 from driver.processes import Processes
 from driver.publish import Publisher
 from driver.push import Pusher
 from driver.reconcile import CannotContinue, reconcile
 from driver.routing import Routing
+from driver.row_snapshot import RowSnapshot
 from driver.scoring import Scoring
 from driver.settings import RunConfig
 from driver.snapshot import PushImpossible
@@ -86,6 +88,15 @@ class Run:
         if rollout.router_url is not None:
             router = RouterClient(rollout.router_url, self.http, rollout.router_api_key, vocab_size=self.tokenizer.vocab_size)
             self.routing = Routing(self.core, self.pool, router, rollout.engine_api_key, lambda: self.processes.engine_urls)
+        self.prefixes = PrefixLog(
+            config.directory / "prefixes.sqlite",
+            db,
+            every_s=rollout.prefix_log_every_s,
+            every_tokens=rollout.prefix_log_every_tokens,
+            verified=self.pusher.verified,
+        )
+        self.snapshot = RowSnapshot(config.directory / "rows.sqlite", self.core, store, config.store.snapshot_every_s)
+        self.found: Found | None = None  # at start, when there was something
         self.dispatch = Dispatch(
             self.core,
             self.pool,
@@ -95,6 +106,7 @@ class Run:
             watermark,
             on_discarded=self.finished.discarded,
             routing=self.routing,
+            prefixes=self.prefixes,
         )
         self.engine_watch = EngineWatch(
             self.core,
@@ -130,11 +142,12 @@ class Run:
             await self._wind_down()
             return
         try:
-            reconcile(self.core, self.store, self.dispatch.settle)
+            self.found = reconcile(self.core, self.store, self.dispatch.settle, self.prefixes, self.snapshot)
         except (CannotContinue, LedgerError) as error:
             self.failure, self.state = str(error), "failed"
             await self._wind_down()
             return
+        rollout = self.config.rollout
         training = asyncio.create_task(self.training.run(), name="training")
         others = [
             asyncio.create_task(coroutine, name=name)
@@ -146,6 +159,8 @@ class Run:
                 ("engine watch", self.engine_watch.run()),
                 ("tick", self._tick_loop()),
                 *([("routing", self.routing.run())] if self.routing is not None else []),
+                *([("prefix log", self.prefixes.run())] if rollout.prefix_log_every_s is not None else []),
+                *([("snapshot", self.snapshot.run())] if self.snapshot.every_s is not None else []),
             )
         ]
         stop = asyncio.create_task(self._stop.wait(), name="stop")
@@ -205,7 +220,12 @@ class Run:
         await self.processes.stop()
         self.publisher.free_all()
         self.transports.sweep()
+        over = core.ledger.ended is not None and not core.db.failure
+        unlogged = self.prefixes.close(remove=over)
+        self.snapshot.close(remove=over)
         try:
+            if not over:
+                self.dispatch.turns.count_resampled(unlogged)
             await core.db.durable()
         except LedgerError as error:
             self.failure = self.failure or str(error)
