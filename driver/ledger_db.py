@@ -185,7 +185,7 @@ class LedgerDB:
         """A read of committed rows, for REST and for start-up. LedgerError when they can not be read."""
         try:
             return self._reader.execute(sql, parameters).fetchall()
-        except sqlite3.Error as error:
+        except (sqlite3.Error, UnicodeDecodeError) as error:
             raise LedgerError(f"the ledger {self.path} can not be read ({error}); {remedy(error)}") from error
 
     def load(self) -> Ledger:

@@ -148,7 +148,7 @@ def check(path: Path) -> Checked:
         trajectories = connection.execute("SELECT count(*) FROM trajectories").fetchone()[0]
         return Checked(schema, samples, trajectories, damage, tuple(_wrong(connection)))
     except (sqlite3.Error, ValueError, TypeError, msgspec.MsgspecError) as error:
-        raise LedgerError(f"{path} can not be read ({error}); {remedy(error)}") from error
+        raise LedgerError(f"{path} can not be read to its end ({error}); {remedy(error)}") from error
     finally:
         connection.close()
 

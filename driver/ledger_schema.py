@@ -38,7 +38,7 @@ CREATE TABLE batches (batch_id INTEGER PRIMARY KEY, state TEXT NOT NULL, uids BL
 _TABLES_2 = """
 CREATE TABLE counters (kind TEXT NOT NULL, name TEXT NOT NULL, value INTEGER NOT NULL, PRIMARY KEY (kind, name)) WITHOUT ROWID;
 CREATE TABLE restarts (number INTEGER PRIMARY KEY, time REAL NOT NULL, found BLOB NOT NULL);
-CREATE INDEX trajectories_untrained ON trajectories (uid, idx) WHERE outcome = 'discarded' OR outcome = 'evaluated';
+CREATE INDEX trajectories_untrained ON trajectories (outcome, uid, idx) WHERE outcome = 'discarded' OR outcome = 'evaluated';
 """
 KEYS = {
     "meta": ("name",),
@@ -96,7 +96,7 @@ def open_database(path: Path) -> sqlite3.Connection:
         except BaseException:
             connection.close()
             raise
-    except sqlite3.Error as error:
+    except (sqlite3.Error, UnicodeDecodeError) as error:  # a damaged file's own text may be in the message, as bytes
         raise LedgerError(f"{path} can not be opened as a ledger ({error}); {remedy(error)}") from error
 
 
@@ -159,7 +159,7 @@ def recount(connection: sqlite3.Connection) -> dict[tuple[str, str], int]:
     for state, outcome, reason, n in connection.execute("SELECT state, outcome, reason, count(*) FROM trajectories GROUP BY 1, 2, 3"):
         add("state", state, n)
         if state == "finished":
-            add("outcome", outcome, n)
+            add("outcome", outcome or "none", n)
             if reason:
                 add("reason", kind_of(reason), n)
     taken = "SELECT batch_id - version_tag, count(*) FROM samples WHERE batch_id IS NOT NULL GROUP BY 1"

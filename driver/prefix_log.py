@@ -123,21 +123,22 @@ class PrefixLog:
 
     # ---- while a trajectory is in flight -----------------------------------------------------------------------------------
 
-    def turn(self, traj_uid: str, turn: int, prompt_ids: list[int], temperature: float) -> tuple[TurnBuffer, Logged | None]:
-        """The turn's buffer, and what the log holds of it: from a life of the driver before this one, and of the same prompt."""
+    def turn(self, traj_uid: str, turn: int, prompt_ids: list[int], temperature: float) -> tuple[TurnBuffer, Logged | None, int]:
+        """The turn's buffer; what the log holds of it, from a life of the driver before this one; and how many tokens it holds that are of
+        no use, because the prompt is another one."""
         if self._connection is None:  # nobody looks at it
-            return self._turns.begin(traj_uid, turn, b"", 0), None
+            return self._turns.begin(traj_uid, turn, b"", 0), None, 0
         digest = digest_of(prompt_ids, temperature)
         logged = self._read(traj_uid).get(turn) if traj_uid in self._in_log else None
-        if logged is not None and logged.digest != digest:
-            log.warning(
-                "%s has another prompt or temperature than before: its %d tokens are sampled again", traj_uid, len(logged.prefix.output_ids)
-            )
-            logged = None
-        if logged is not None:
-            self.resumed += 1
-            self.tokens_resumed += len(logged.prefix.output_ids)
-        return self._turns.begin(traj_uid, turn, digest, len(logged.prefix.output_ids) if logged else 0), logged
+        if logged is None:
+            return self._turns.begin(traj_uid, turn, digest, 0), None, 0
+        tokens = len(logged.prefix.output_ids)
+        if logged.digest != digest:
+            log.warning("%s has another prompt or temperature than before: its %d tokens are sampled again", traj_uid, tokens)
+            return self._turns.begin(traj_uid, turn, digest, 0), None, tokens
+        self.resumed += 1
+        self.tokens_resumed += tokens
+        return self._turns.begin(traj_uid, turn, digest, tokens), logged, 0
 
     def _read(self, traj_uid: str) -> dict[int, Logged]:
         assert self._reader is not None

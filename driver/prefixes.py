@@ -144,7 +144,7 @@ class Prefixes:
         self._now = now
         self._turns: dict[str, dict[int, TurnBuffer]] = {}
         self._since: dict[str, float] = {}  # trajectories with something pending, the longest waiting first
-        self.full: set[str] = set()
+        self.full: dict[str, None] = {}  # those with many tokens pending
 
     def begin(self, traj_uid: str, turn: int, digest: bytes, logged: int) -> TurnBuffer:
         buffer = TurnBuffer(traj_uid, turn, digest, logged=logged, received=logged, _owner=self)
@@ -154,13 +154,13 @@ class Prefixes:
     def touched(self, buffer: TurnBuffer) -> None:
         self._since.setdefault(buffer.traj_uid, self._now())
         if buffer.pending >= self._every_tokens:
-            self.full.add(buffer.traj_uid)
+            self.full[buffer.traj_uid] = None
 
     def end(self, traj_uid: str) -> None:
         """It is in flight no more."""
         self._turns.pop(traj_uid, None)
         self._since.pop(traj_uid, None)
-        self.full.discard(traj_uid)
+        self.full.pop(traj_uid, None)
 
     def take(self, verified: Callable[[str], bool], *, everything: bool = False) -> list[Record]:
         """What is due: of a trajectory all its turns, the earlier ones first, for a turn means nothing without those before it."""
@@ -173,7 +173,7 @@ class Prefixes:
         records = []
         for traj_uid in dict.fromkeys(due):
             self._since.pop(traj_uid, None)
-            self.full.discard(traj_uid)
+            self.full.pop(traj_uid, None)
             for buffer in self._turns.get(traj_uid, {}).values():
                 if (record := buffer.take(verified)) is not None:
                     records.append(record)

@@ -11,8 +11,10 @@ with an exception ends the run visibly, with its reason in `failure` (H8).
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import time
+from pathlib import Path
 
 import orjson
 
@@ -167,7 +169,7 @@ class Run:
         self.state = self._last_intent()
         try:
             await asyncio.wait([training, *others, stop], return_when=asyncio.FIRST_COMPLETED)
-            self.failure = _first_failure([training, *others])
+            self.failure = _first_failure([training, *others], self.config.directory)
             if self.failure is not None:
                 self.state = "failed"
             if self.failure is None and training.done():
@@ -328,12 +330,14 @@ def canary_ids(tokenizer: TokenizerView, context_length: int) -> list[int]:
     return [(7 + 37 * i) % tokenizer.vocab_size for i in range(length)]
 
 
-def _first_failure(tasks: list[asyncio.Task[None]]) -> str | None:
+def _first_failure(tasks: list[asyncio.Task[None]], directory: Path) -> str | None:
     """The reason of the first task that died, with its traceback in the log."""
     for task in tasks:
         if task.done() and not task.cancelled() and (error := task.exception()) is not None:
             while isinstance(error, BaseExceptionGroup):
                 error = error.exceptions[0]
+            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+                return f"{task.get_name()}: {error}; free space on the disk of {directory} or make it writable, then start again"
             if not isinstance(error, EXPECTED):  # one of ours, with its place
                 log.error("the %s loop has died", task.get_name(), exc_info=error)
             return f"{task.get_name()}: {error or type(error).__name__}"

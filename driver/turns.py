@@ -132,7 +132,8 @@ class Turns:
         budget = sampling["max_new_tokens"]
         stops = {*self._tokenizer.eos_ids, *config.sampling.stop_token_ids}
         kept = Prefix()
-        buffer, logged = self.prefixes.turn(trajectory.traj_uid, turn, prompt_ids, config.sampling.temperature)
+        buffer, logged, useless = self.prefixes.turn(trajectory.traj_uid, turn, prompt_ids, config.sampling.temperature)
+        self.count_resampled(useless)
         if logged is not None:
             kept = usable(logged.prefix, stops, budget)
             self.count_resampled(len(logged.prefix.output_ids) - len(kept.output_ids))

@@ -262,7 +262,8 @@ async def test_E14_each_token_is_a_sign_of_life(parts):
     async with dispatch._pool.acquire(1.0, "test"):
         dispatch._pool._monotonic.now += 5
         assert slot.silent_s() == 5
-        dispatch.turns._count(trajectory, 0, slot)([7], [-0.5], VERSION)
+        buffer = dispatch.turns.prefixes.turn(trajectory.traj_uid, 0, [5], 1.0)[0]
+        dispatch.turns._count(trajectory, 0, slot, buffer)([7], [-0.5], VERSION)
         assert slot.silent_s() == 0
 
 

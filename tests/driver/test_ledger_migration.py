@@ -39,7 +39,7 @@ INSERT INTO meta VALUES ('cursor', '[0,0,4]'), ('next_uid', '4'), ('trained_vers
 INSERT INTO datasets VALUES ('d000000', 'data.jsonl', 1, 1.0);
 INSERT INTO segments VALUES (0, 'd000000', 9, NULL, NULL);
 INSERT INTO samples VALUES (0,0,0,0,0,2,0,1), (1,0,1,0,0,2,1,0), (2,0,2,0,0,2,NULL,0), (3,0,3,0,0,2,NULL,1);
-INSERT INTO batches VALUES (0,'committed','[0]',NULL,NULL,'{}',1.0,2.0,3.0), (1,'assembled','[1]','[2]',NULL,NULL,5.0,NULL,NULL),
+INSERT INTO batches VALUES (0,'committed','[0]',NULL,NULL,'{}',1.0,2.0,3.0), (1,'assembled','[1]',x'5b325d',NULL,NULL,5.0,NULL,NULL),
   (2,'unmade','[2]','[3]',NULL,NULL,6.0,NULL,NULL);
 """
 

@@ -95,7 +95,7 @@ def test_pages_by_state_and_outcome_hold_what_they_say(tmp_path):
 
 WRONG = {
     "UPDATE counters SET value = value - 1 WHERE name = 'trained'": "outcome trained is counted",
-    "UPDATE counters SET value = value + 3 WHERE kind = 'staleness' AND name = '2'": "staleness 2 is counted",
+    "UPDATE counters SET value = value + 3 WHERE kind = 'staleness' AND name = '1'": "staleness 1 is counted",
     "UPDATE trajectories SET outcome = NULL WHERE uid = 7": "outcome",
     "UPDATE samples SET over = 0 WHERE uid = 5": "1 samples are not over and all their trajectories are finished",
     "UPDATE samples SET batch_id = 90, over = 1 WHERE uid = 5": "after their deadline",
