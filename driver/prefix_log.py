@@ -18,6 +18,7 @@ import contextlib
 import hashlib
 import logging
 import sqlite3
+import threading
 import time
 import zlib
 from collections.abc import Callable, Iterable
@@ -63,6 +64,7 @@ class PrefixLog:
         self._every_s = every_s
         self._verified = verified
         self._turns = Prefixes(every_s, every_tokens, now)
+        self._guard = threading.Lock()  # one transaction at a time
         self._seq = 0
         self._in_log: set[str] = set()
         self._ended: dict[str, tuple[int, int]] = {}  # trajectory → (the ledger's write that ended it, its last row here)
@@ -210,20 +212,24 @@ class PrefixLog:
         return records, over
 
     def _write(self, records: list[tuple[int, Record]], over: list[tuple[str, int]]) -> None:
-        connection = self._connection
-        assert connection is not None
-        try:
-            connection.execute("BEGIN IMMEDIATE")
+        with self._guard:
+            connection = self._connection
+            if connection is None:  # closed meanwhile
+                return
             try:
-                connection.executemany("INSERT INTO prefixes VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", [_row(seq, r) for seq, r in records])
-                connection.executemany("DELETE FROM prefixes WHERE traj_uid = ? AND seq <= ?", over)
-                connection.execute("COMMIT")
-            except BaseException:
-                if connection.in_transaction:
-                    connection.execute("ROLLBACK")
-                raise
-        except sqlite3.Error as error:
-            self._fail(error)
+                connection.execute("BEGIN IMMEDIATE")
+                try:
+                    connection.executemany(
+                        "INSERT INTO prefixes VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", [_row(seq, r) for seq, r in records]
+                    )
+                    connection.executemany("DELETE FROM prefixes WHERE traj_uid = ? AND seq <= ?", over)
+                    connection.execute("COMMIT")
+                except BaseException:
+                    if connection.in_transaction:
+                        connection.execute("ROLLBACK")
+                    raise
+            except sqlite3.Error as error:
+                self._fail(error)
 
     def _fail(self, error: sqlite3.Error) -> None:
         """The run goes on without it. What it holds stays true: tokens that were sampled, and are continued from where they end."""

@@ -252,6 +252,8 @@ class Training:
         core = self._core
         ledger = core.ledger
         reply = await self._trainer().snapshot(ledger.epoch, ledger.trained_version, core.config.push.bucket_bytes, self._canary_ids)
+        # No token may name a version that a restart would make again under the same name.
+        await core.db.durable()
         self._on_snapshot(
             Snapshot(
                 core.run_id,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import sqlite3
+import threading
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -41,6 +42,8 @@ class RowFile:
     def __init__(self, path: Path) -> None:
         """Raises Unavailable when the file can not be made."""
         self.path = path
+        self._guard = threading.Lock()  # a save may run in a thread when the owner ends
+        self._closed = False
         try:
             try:
                 self._connection = self._open()
@@ -73,7 +76,10 @@ class RowFile:
     def save(self, store: EmbeddedStore, wanted: Iterable[str]) -> Saved:
         """Afterwards the file holds those of these keys that the store has, and no others. Raises Unavailable (a full disk, say): what was
         held is then still there, and the next `save` goes on."""
-        keys = set(wanted)
+        with self._guard:
+            return Saved(0, 0, 0, len(self.held)) if self._closed else self._save(store, set(wanted))
+
+    def _save(self, store: EmbeddedStore, keys: set[str]) -> Saved:
         gone = self.held - keys
         copied = copied_bytes = 0
         try:
@@ -110,9 +116,12 @@ class RowFile:
         return restored
 
     def close(self, *, remove: bool = False) -> None:
-        self._connection.close()
-        if remove:
-            self._unlink()
+        """Waits for a save that runs."""
+        with self._guard:
+            self._closed = True
+            self._connection.close()
+            if remove:
+                self._unlink()
 
     def _unlink(self) -> None:
         for suffix in ("", "-wal", "-shm"):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
 import subprocess
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -73,12 +73,12 @@ def test_W1_H6_A3_answers_in_flight_go_on_after_the_driver_ends_and_have_the_bit
     service: ServiceUnderTest, whole: dict[str, Any], how: str
 ) -> None:
     service.up(*PREFIXES)
-    slow_down(service, 0.2)
+    slow_down(service, 1.0)
     assert service.submit(ROWS.encode()).status_code == 201
 
     def some_are_long(_status: dict[str, Any]) -> bool:
         page = service.run("/trajectories", state="running", limit=100)["items"]
-        return sum(service.run(f"/trajectories/{t['traj_uid']}").get("tokens_so_far", 0) >= 3 for t in page) >= 2
+        return sum(service.run(f"/trajectories/{t['traj_uid']}").get("tokens_so_far", 0) >= 2 for t in page) >= 2
 
     service.wait(some_are_long, "answers in flight")
     if how == "SIGKILL":
@@ -87,7 +87,7 @@ def test_W1_H6_A3_answers_in_flight_go_on_after_the_driver_ends_and_have_the_bit
         assert service.terminate() == 0
     service.up(*PREFIXES)
     found = service.run()["found_at_start"]
-    assert found["resumed"] >= 2 and found["resumed_tokens"] >= 4, found
+    assert found["resumed"] >= 2 and found["resumed_tokens"] >= 2, found
     status = service.wait(lambda s: s["state"] == "finished", "the end", LONG_S)
     assert status["restarts"] == 1 and "logged tokens" in service.log()
     check_all_trained(service, status, 1)
@@ -117,50 +117,43 @@ def test_A1_A2_W1_after_the_host_lost_its_memory_ready_and_consumed_rows_come_fr
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 24 MB of its own, where a run directory lies."""
+    """A file system of 3 MB of its own, where a ledger lies."""
     place = tmp_path / "disk"
     place.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=24m", "none", str(place)]
+    mount = ["mount", "-t", "tmpfs", "-o", "size=3m", "none", str(place)]
     if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
         pytest.skip("this user may not mount a file system")
     yield place
     subprocess.run(["umount", "-l", place], check=True, capture_output=True)
 
 
-def fill(path: Path) -> None:
-    with path.open("wb", buffering=0) as file, contextlib.suppress(OSError):
-        while True:
-            file.write(b"x" * 4096)
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_W1_A1_a_full_disk_stops_the_run_with_a_reason_answers_503_and_the_run_goes_on_when_there_is_room(small_disk: Path) -> None:
-    service = ServiceUnderTest(small_disk / "run", *SETTINGS, "stop.batches=4", "checkpoint.every=2")
-    try:
-        service.up("rollout.prefix_log_every_s=null")
-        assert service.submit(ROWS.encode(), close="false").status_code == 201
-        service.wait(lambda s: s["trained_version"] >= 1, "one batch")
-        durable = service.run()["trajectories"]["registered"]
-        fill(small_disk / "others")
-        status: dict[str, Any] = {}
-        for _ in range(600):
-            status = service.run()
-            if status["state"] == "failed":
-                break
-            service.submit(ROWS.encode(), close="false")  # writes, so that it is noticed
-        assert status["state"] == "failed" and "free space" in status["failure"], status["failure"]
-        refused = service.submit(ROWS.encode(), close="false")
-        if "ledger" in status["failure"]:
-            assert refused.status_code == 503 and "free space" in refused.json()["error"]["message"]
-        assert service.get("/health")["ok"] is False
-        assert service.terminate() == 1
-        (small_disk / "others").unlink()
-        service.up()
-        datasets = [d["dataset_id"] for d in service.run("/datasets")]
-        assert datasets
-        status = service.wait(lambda s: s["state"] == "finished", "the end", LONG_S)
-        assert status["trajectories"]["registered"] >= durable
-        check_all_trained(service, status, 4)
-    finally:
-        service.close()
+def test_W1_A1_a_full_disk_under_the_ledger_stops_the_run_answers_503_and_the_run_goes_on_when_there_is_room(
+    service: ServiceUnderTest, small_disk: Path
+) -> None:
+    service.directory.mkdir()
+    (service.directory / "ledger.sqlite").symlink_to(small_disk / "ledger.sqlite")
+    settings = ("stop.batches=4", "checkpoint.every=2")
+    service.up(*settings)
+    assert service.submit(ROWS.encode(), close="false").status_code == 201
+    before = service.wait(lambda s: s["trained_version"] >= 1, "one batch")
+    refused = service.submit((ROWS * 300).encode(), close="false")
+    assert refused.status_code == 503 and "disk is full; free space" in refused.json()["error"]["message"], refused.text
+    for _ in range(100):  # not `wait`, which takes a failure for one of the test
+        status = service.run()
+        if status["state"] == "failed":
+            break
+        time.sleep(0.1)
+    assert status["state"] == "failed" and "ledger" in status["failure"] and "free space on its disk" in status["failure"]
+    paused = service.http.post(f"{service.url}/v1/runs/sort-digits/pause")
+    assert paused.status_code == 503 and "free space" in paused.json()["error"]["message"]
+    assert service.run("/trajectories")["items"], "what is there can be read"
+    assert service.get("/health")["ok"] is False and service.run("/why")["sentence"].startswith("The run has stopped:")
+    assert service.terminate() == 1
+    subprocess.run(["mount", "-o", "remount,size=64m", small_disk], check=True, capture_output=True)
+    service.up(*settings)
+    assert len(service.run("/datasets")) == 1, "the one that was refused is not there"
+    status = service.wait(lambda s: s["state"] == "finished", "the end", LONG_S)
+    assert status["trajectories"]["registered"] >= before["trajectories"]["registered"]
+    check_all_trained(service, status, 4)

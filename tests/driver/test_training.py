@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from types import SimpleNamespace
 from typing import Any
@@ -48,3 +49,40 @@ async def test_A2_W7_a_checkpoint_of_batches_that_the_ledger_never_knew_is_refus
     with pytest.raises(CheckpointMissing, match=r"step_2 holds version 2, but the ledger knows no batch 1.*older copy"):
         await training._reconcile(2, "step_2")
     assert ledger.trained_version == 1, "the batch that it knows was trained, and is in the checkpoint"
+
+
+async def test_A5_W1_weights_are_published_only_when_the_ledger_has_on_disk_that_they_were_made():
+    """Else a restart could make them again, a little different, under a name that tokens already carry."""
+    on_disk = asyncio.Event()
+    ledger = Ledger()
+    core: Any = SimpleNamespace(
+        ledger=ledger,
+        run_id="run",
+        config=SimpleNamespace(push=SimpleNamespace(bucket_bytes=1)),
+        db=SimpleNamespace(durable=on_disk.wait),
+        bell=lambda: None,
+    )
+    published: list[Any] = []
+    nothing: Any = None
+    training = Training(
+        core,
+        nothing,
+        canary_ids=[],
+        on_snapshot=published.append,
+        on_applied=nothing,
+        archive=nothing,
+        on_running_again=nothing,
+        replace=nothing,
+    )
+
+    async def snapshot(*_arguments: Any) -> Any:
+        return SimpleNamespace(buckets=[], tensors={}, canary=SimpleNamespace(input_ids=[], log_probs=[]))
+
+    training._client = SimpleNamespace(snapshot=snapshot)  # type: ignore[assignment]
+    task = asyncio.create_task(training._snapshot())
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert not published
+    on_disk.set()
+    await task
+    assert len(published) == 1
