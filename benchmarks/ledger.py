@@ -98,8 +98,8 @@ class Player:
             ready = TrajectoryReady(traj_uid=name, leaves=(leaf(name),), reward=1.0, finish_reason="stop", time=1.7e9)
             self._db.write(self.ledger.apply(ready))
 
-    async def batch(self) -> None:
-        """P samples from registration to applied; every few batches the checkpoint that finishes them."""
+    async def batch(self, *, checkpoint: bool) -> None:
+        """P samples from registration to applied, and the checkpoint that finishes all before it."""
         ledger, db = self.ledger, self._db
         uids = range(ledger.next_uid, ledger.next_uid + P)
         for _ in uids:
@@ -113,15 +113,15 @@ class Player:
         report = b"{}" * 400
         db.write(ledger.apply(BatchApplied(batch_id=ledger.trained_version, epoch=0, skipped=None, report=report, time=1.7e9)))
         db.write(ledger.apply(VersionServed(version=ledger.trained_version)))
-        if ledger.trained_version % CHECKPOINT_EVERY == 0:
+        if checkpoint:
             db.write(ledger.apply(VersionCommitted(version=ledger.trained_version, checkpoint="somewhere", time=1.7e9)))
             await db.durable()
 
 
 async def transitions_per_s(player: Player, batches: int) -> float:
     watch = Stopwatch()
-    for _ in range(batches):
-        await player.batch()
+    for number in range(1, batches + 1):
+        await player.batch(checkpoint=number % CHECKPOINT_EVERY == 0 or number == batches)
     return batches * P * N * 4 / watch.seconds()  # registered, ready, consumed, finished
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import itertools
 import os
 import queue
 import sqlite3
@@ -42,16 +43,14 @@ class _Group:
     waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = field(default_factory=list)
 
 
-def _statement(write: Upsert) -> str:
-    columns = list(write.values)
-    keys = KEYS[write.table]
+def _statement(table: str, columns: tuple[str, ...]) -> str:
+    keys = KEYS[table]
     rest = [c for c in columns if c not in keys]
     update = ", ".join(f"{c} = excluded.{c}" for c in rest)
     action = f"UPDATE SET {update}" if rest else "NOTHING"
     # Table and column names are ours (from ledger.py), never from outside; values are bound.
     return (
-        f"INSERT INTO {write.table} ({', '.join(columns)}) VALUES ({', '.join('?' * len(columns))}) "
-        f"ON CONFLICT ({', '.join(keys)}) DO {action}"
+        f"INSERT INTO {table} ({', '.join(columns)}) VALUES ({', '.join('?' * len(columns))}) ON CONFLICT ({', '.join(keys)}) DO {action}"
     )
 
 
@@ -159,12 +158,11 @@ class LedgerDB:
     def _commit(self, writes: list[Upsert]) -> None:
         self._connection.execute("BEGIN IMMEDIATE")
         try:
-            for write in writes:
-                shape = (write.table, tuple(write.values))
+            for shape, alike in itertools.groupby(writes, key=lambda write: (write.table, tuple(write.values))):
                 statement = self._statements.get(shape)
                 if statement is None:
-                    statement = self._statements[shape] = _statement(write)
-                self._connection.execute(statement, tuple(write.values.values()))
+                    statement = self._statements[shape] = _statement(*shape)
+                self._connection.executemany(statement, [tuple(write.values.values()) for write in alike])
             self._connection.execute("COMMIT")
         except BaseException:
             if self._connection.in_transaction:
