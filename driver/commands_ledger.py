@@ -6,14 +6,12 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from driver.ledger_load import check
 from driver.ledger_schema import LedgerError
+from driver.terminal import fail, out
 
 ledger_app = typer.Typer(no_args_is_help=True, help="Look at a run's ledger.")
-out = Console()
-err = Console(stderr=True)
 
 
 @ledger_app.callback()
@@ -28,8 +26,7 @@ def ledger_check(run_dir: Annotated[Path, typer.Argument(help="the run's directo
     try:
         found = check(path)
     except LedgerError as error:
-        err.print(f"[red]error[/red] {error}", highlight=False, soft_wrap=True)
-        raise typer.Exit(1) from None
+        fail(str(error))
     for words in (*found.damage, *found.wrong):
         out.print(f"[red]wrong[/red] {words}", highlight=False, soft_wrap=True)
     state = "is well" if found.well else "is not well; restore a copy of it, or begin a new run from the newest checkpoint's hf folder"

@@ -33,6 +33,7 @@ from driver.ledger_schema import DAMAGED, KEYS, LedgerError, open_database, reme
 
 __all__ = ["LedgerDB", "LedgerError"]
 LATEST = frozenset({"meta", "counters"})  # tables of which a commit writes a row once, as it is last: whatever the events were
+DATASET_TABLES = ("datasets", "segments", "dataset_rows")
 
 
 @dataclass
@@ -64,7 +65,7 @@ class LedgerDB:
         try:
             self._connection = open_database(path)
             try:
-                self._reader = sqlite3.connect(f"file:{path}?mode=ro", uri=True, check_same_thread=False)
+                self._reader = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, check_same_thread=False)
             except sqlite3.Error as error:
                 self._connection.close()
                 raise LedgerError(f"{path} can not be read ({error}); {remedy(error)}") from error
@@ -168,6 +169,19 @@ class LedgerDB:
             if self._connection.in_transaction:
                 self._connection.execute("ROLLBACK")
             raise
+
+    def take_datasets(self, other: Path) -> None:
+        """Copy all datasets of another ledger into this one, which has none yet."""
+        self._connection.execute("ATTACH DATABASE ? AS other", (f"{other.absolute().as_uri()}?mode=ro",))
+        try:
+            self._connection.execute("BEGIN IMMEDIATE")
+            for table in DATASET_TABLES:
+                self._connection.execute(f"INSERT INTO main.{table} SELECT * FROM other.{table}")
+            self._connection.execute("COMMIT")
+        finally:
+            if self._connection.in_transaction:
+                self._connection.execute("ROLLBACK")
+            self._connection.execute("DETACH DATABASE other")
 
     def close(self) -> None:
         """Write what is pending and let go of the ledger."""

@@ -135,7 +135,7 @@ def check(path: Path) -> Checked:
     if not path.is_file():
         raise LedgerError(f"there is no ledger {path}; give a run's directory, such as runs/RUN_ID")
     try:
-        connection = sqlite3.connect(f"file:{path}?mode=ro", uri=True, isolation_level=None)
+        connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, isolation_level=None)
     except sqlite3.Error as error:
         raise LedgerError(f"{path} can not be read ({error}); {remedy(error)}") from error
     try:

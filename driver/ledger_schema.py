@@ -79,7 +79,7 @@ def remedy(error: BaseException) -> str:
 def open_database(path: Path) -> sqlite3.Connection:
     """The ledger's connection for writing, in this schema: made, or migrated, where need be. Raises LedgerError."""
     try:
-        connection = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
+        connection = sqlite3.connect(path.absolute().as_uri(), uri=True, check_same_thread=False, isolation_level=None)
         try:
             connection.execute("PRAGMA journal_mode = WAL")
             connection.execute("PRAGMA synchronous = FULL")
