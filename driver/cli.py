@@ -22,6 +22,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from driver import commands_runs, selfcheck
+from driver.commands_ledger import ledger_app
 from driver.config import ConfigError, load_config
 from driver.doctor import examine
 from driver.keys import keys, section_at
@@ -33,6 +34,7 @@ config_app = typer.Typer(no_args_is_help=True, help="Look at configuration files
 app.add_typer(config_app, name="config")
 selfcheck_app = typer.Typer(no_args_is_help=True, help="Does what is yours keep its contract?")
 app.add_typer(selfcheck_app, name="selfcheck")
+app.add_typer(ledger_app, name="ledger")
 for command in (commands_runs.runs, commands_runs.begin):
     app.command()(command)
 # ---- starting and ending -------------------------------------------------------------------------------------------------

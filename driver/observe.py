@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from driver.ledger import Trajectory, traj_uid_of
+from driver.ledger import CONSUMED, DISCARDED, EVALUATED, FINISHED, READY, RUNNING, TRAINED, Trajectory, traj_uid_of
 
 if TYPE_CHECKING:
     from driver.run import Run
@@ -51,6 +51,10 @@ def status(run: Run) -> dict[str, Any]:
         "staleness_bound": config.staleness.bound,
         "logprob_gap_max": run.history.gap_max,
         "datasets": [msgspec.to_builtins(d) for d in run.core.feed.datasets()],
+        "restarts": run.core.ledger.restarts,
+        "found_at_start": None if run.found is None else msgspec.to_builtins(run.found),
+        "tokens_resampled": run.dispatch.turns.tokens_resampled,
+        "snapshot": run.snapshot.facts(),
         "alarms": alarms(run),
         "why": why(run)["waits"],
     }
@@ -58,10 +62,11 @@ def status(run: Run) -> dict[str, Any]:
 
 def alarms(run: Run) -> list[str]:
     """What a person should look at, though the run goes on."""
+    found = [why for why in (run.prefixes.failure, run.snapshot.failure) if why is not None]
     skipped = list(itertools.takewhile(lambda batch: batch.get("skipped"), reversed(run.history.recent)))
-    if len(skipped) < ALARM_SKIPPED_BATCHES:
-        return []
-    return [f"the last {len(skipped)} batches trained nothing ({skipped[0]['skipped']}); look at the rewards: headrace show TRAJ"]
+    if len(skipped) >= ALARM_SKIPPED_BATCHES:
+        found.append(f"the last {len(skipped)} batches trained nothing ({skipped[0]['skipped']}); look at the rewards: headrace show TRAJ")
+    return found
 
 
 def counts(run: Run) -> dict[str, Any]:
@@ -220,6 +225,7 @@ def gauges(run: Run) -> dict[str, float]:
         "headrace_dispatch_watermark_trajectories": float(decision.watermark if decision else 0),
         "headrace_dispatch_tokens_total": float(run.dispatch.tokens_sampled),
         "headrace_dispatch_resampled_tokens_total": float(run.dispatch.turns.tokens_resampled),
+        "headrace_dispatch_resumed_tokens_total": float(run.prefixes.tokens_resumed),
         "headrace_reward_pending_leaves": float(run.scoring.in_flight),
         "headrace_reward_failed_leaves_total": float(run.scoring.failed),
         "headrace_trainer_busy_seconds_total": run.training.busy.seconds(),
@@ -244,14 +250,25 @@ def trajectories(run: Run, state: str | None, outcome: str | None, after: str | 
     at = (-1, -1) if after is None else _parse(after)
     if at is None:
         raise ValueError(f"{after!r} is not a trajectory id; they look like {traj_uid_of(12, 3)}")
-    filters = {"t.state = ?": state, "t.outcome = ?": outcome}
-    where = " AND ".join(["(t.uid, t.idx) > (?, ?)", *(name for name, value in filters.items() if value)])
-    parameters: tuple[Any, ...] = (*at, *(value for value in filters.values() if value), limit)
-    rows = run.core.db.query(
-        f"SELECT {_COLUMNS} FROM trajectories t JOIN samples s ON s.uid = t.uid WHERE {where} ORDER BY t.uid, t.idx LIMIT ?", parameters
-    )
+    rows = run.core.db.query(_page_sql(state, outcome), (at[0], *at, limit))
     items = [_row(run, row) for row in rows]
     return {"items": items, "next": items[-1]["traj_uid"] if len(items) == limit else None}
+
+
+def _page_sql(state: str | None, outcome: str | None) -> str:
+    """A page is found by an index, however many trajectories have ended: what is in flight by its live samples, what was not trained by an
+    index of its own. State and outcome are of our own lists, and written out because SQLite chooses an index by the text."""
+    assert state in (None, RUNNING, READY, CONSUMED, FINISHED) and outcome in (None, TRAINED, EVALUATED, DISCARDED)
+    filters = [f"t.{column} = '{value}'" for column, value in (("state", state), ("outcome", outcome)) if value]
+    if state not in (None, FINISHED):
+        tables, more = "samples s CROSS JOIN trajectories t ON t.uid = s.uid", ["s.over = 0"]
+        place, order = "s.uid >= ?", "s.uid, t.idx"
+    else:
+        by = "trajectories_untrained" if outcome in (EVALUATED, DISCARDED) else None
+        tables, more = f"trajectories t {f'INDEXED BY {by}' if by else ''} CROSS JOIN samples s ON s.uid = t.uid", []
+        place, order = "t.uid >= ?", "t.uid, t.idx"
+    where = " AND ".join([place, "(t.uid, t.idx) > (?, ?)", *more, *filters])
+    return f"SELECT {_COLUMNS} FROM {tables} WHERE {where} ORDER BY {order} LIMIT ?"
 
 
 def trajectory(run: Run, traj_uid: str) -> dict[str, Any] | None:

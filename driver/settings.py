@@ -69,6 +69,14 @@ class RolloutConfig(_Section):
     stall_s: float = Field(
         60.0, gt=0, description="a request without a new token for this long goes elsewhere; an engine that is silent so long is replaced"
     )
+    prefix_log_every_s: float | None = Field(
+        2.0,
+        gt=0,
+        le=60,
+        description="tokens of unfinished answers go to RUN_DIR/prefixes.sqlite this often, and after a restart are gone on from; null: "
+        "they are sampled from their prompts again",
+    )
+    prefix_log_every_tokens: int = Field(256, ge=1, description="and as soon as a trajectory has so many that are not there yet")
     loads_interval_s: float = Field(1.0, gt=0, le=60, description="each engine is asked this often how loaded it is, and seen to move")
     infrastructure_retries: int = Field(20, ge=0, description="a request lost to a dead engine is sent again this often")
     data_retries: int = Field(1, ge=0, description="a prompt or a score that fails by itself is tried again this often")
@@ -272,6 +280,12 @@ class StoreConfig(_Section):
     backend: Literal["embedded"] = "embedded"
     directory: Path | None = Field(None, description="default /dev/shm/headrace-UID-RUN; must be a memory file system")
     capacity_bytes: int = Field(1 << 30, ge=1 << 20)
+    snapshot_every_s: float | None = Field(
+        None,
+        gt=0,
+        description="ready and consumed rows are copied to RUN_DIR/rows.sqlite this often, for a host that goes down; null: after that "
+        "they are generated again",
+    )
 
 
 class ServiceConfig(_Section):

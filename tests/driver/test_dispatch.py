@@ -262,8 +262,20 @@ async def test_E14_each_token_is_a_sign_of_life(parts):
     async with dispatch._pool.acquire(1.0, "test"):
         dispatch._pool._monotonic.now += 5
         assert slot.silent_s() == 5
-        dispatch.turns._count(trajectory, 0, slot)([7], [-0.5], VERSION)
+        buffer = dispatch.turns.prefixes.turn(trajectory.traj_uid, 0, [5], 1.0)[0]
+        dispatch.turns._count(trajectory, 0, slot, buffer)([7], [-0.5], VERSION)
         assert slot.silent_s() == 0
+
+
+async def test_a_trajectory_that_ended_leaves_no_prefix_and_one_that_was_cancelled_does(parts, monkeypatch):
+    dispatch, trajectory, _ = parts
+    ended: list[str] = []
+    monkeypatch.setattr(dispatch.turns.prefixes, "ended", ended.append)
+    dispatch.turns.forget(trajectory)
+    assert ended == [], "the driver ends, and the trajectory goes on in its next life"
+    dispatch._core.ledger.apply(ready(0, 0))
+    dispatch.turns.forget(trajectory)
+    assert ended == [trajectory.traj_uid]
 
 
 async def test_L1_who_waits_for_the_kv_cap_is_told_which_bound_it_was(parts):
