@@ -31,6 +31,7 @@ from driver.datasets import DatasetError, read_rows, resolve_under, scorable
 from driver.feed import FeedError
 from driver.ledger_db import LedgerError
 from driver.run import Run
+from driver.service_roles import add_role_routes
 from driver.settings import SECRETS
 from rollout.address import NotAllowed
 
@@ -203,6 +204,8 @@ def create_app(runs: dict[str, Run], *, token: str | None, loopback: bool, shutd
     async def processes(run: RunDep) -> list[dict[str, Any]]:
         """Every process of the run: role, state, incarnation, pid, address."""
         return run.processes.facts
+
+    add_role_routes(app, run_of)
 
     @app.get("/v1/runs/{run}/why", tags=["runs"])
     async def run_why(run: RunDep) -> dict[str, Any]:

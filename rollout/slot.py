@@ -50,7 +50,10 @@ class EngineSlot:
         self.preferring_requests = 0  # those that would have this engine, for what it holds of them
         self.preferred_requests = 0  # and got it
         self._most_open = 0
+        self.released = False  # sent away by us: what breaks off there is nobody's failure
         self._limits: set[asyncio.Timeout] = set()
+        self._empty = asyncio.Event()
+        self._empty.set()
         self._monotonic = monotonic
         self._busy = Stopwatch(monotonic)
         self._shut = Stopwatch(monotonic)
@@ -104,6 +107,15 @@ class EngineSlot:
             self._scale = scale(self.capacity, self.load, now_s)
         return self._scale.score(self.open_requests)
 
+    async def emptied(self, deadline_s: float) -> bool:
+        """Wait until no request is open here; False when some still are after the deadline."""
+        try:
+            async with asyncio.timeout(deadline_s):
+                await self._empty.wait()
+        except TimeoutError:
+            return False
+        return True
+
     @contextmanager
     def bounds(self, limit: asyncio.Timeout) -> Iterator[None]:
         """In this block `limit` runs out as soon as the engine is gone: nobody waits for one that left."""
@@ -117,10 +129,13 @@ class EngineSlot:
         self.open_requests += 1
         self.served_requests += 1
         self._most_open = max(self._most_open, self.open_requests)
+        self._empty.clear()
         self._run_clocks()
 
     def _give_back(self) -> None:
         self.open_requests -= 1
+        if not self.open_requests:
+            self._empty.set()
         self._run_clocks()
 
     def _go(self, state: State, reason: str) -> None:

@@ -159,7 +159,7 @@ async def test_health_tells_role_incarnation_and_progress(client: RewardClient) 
     before = await client.health()
     await score(client, *(job(str(n), "words", "a", answer="a") for n in range(5)))
     after = await client.health()
-    assert before == Health("reward", 7, before.progress, 0, 0) and after.progress == before.progress + 5
+    assert before == Health("reward", 7, before.progress, 0, 0, before.workers) and after.progress == before.progress + 5
 
 
 async def test_L1_while_a_function_hangs_health_answers_and_shows_who_is_busy(client: RewardClient) -> None:
