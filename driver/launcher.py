@@ -302,7 +302,7 @@ class LocalProcess:
         return reason
 
     async def _until_hung(self, life: Life) -> str:
-        """Until it does not answer, or answers and its work stands still; for the fault of a child that was stopped, that child is ended."""
+        """Until it does not answer, or answers and its work stands still; of a child that was stopped, the child is ended."""
         spec, missed = self.spec, 0
         progress = Progress(spec.stall_s)
         while True:

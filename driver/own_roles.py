@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("headrace.roles")
 AGAIN_S = 0.2  # before an item that raised is given again
+OBITUARY_S = 0.5
 LOOK_S = 1.0
 
 
@@ -183,7 +184,8 @@ class OwnRoles:
             try:
                 made = await self._ask(role, url, given)
             except NoReply as lost:
-                # Its death, which gives the item back, may be known already; if not, this is how it is found.
+                # Where it has died, its supervisor says so in a moment, and how; that cancels this task and gives the item back.
+                await asyncio.sleep(OBITUARY_S)
                 await self._run.processes.replace(name, str(lost))
                 return
             except ItemFailed as failed:

@@ -23,8 +23,8 @@ _SCHEMA = """
 CREATE TABLE items (stream TEXT NOT NULL, seq INTEGER NOT NULL, value BLOB NOT NULL, PRIMARY KEY (stream, seq)) WITHOUT ROWID;
 CREATE TABLE done (stream TEXT NOT NULL, role TEXT NOT NULL, seq INTEGER NOT NULL, PRIMARY KEY (stream, role, seq)) WITHOUT ROWID;
 CREATE TABLE positions (stream TEXT PRIMARY KEY, next_seq INTEGER NOT NULL, last_key INTEGER) WITHOUT ROWID;
-CREATE TABLE readers (stream TEXT NOT NULL, role TEXT NOT NULL, done INTEGER NOT NULL, given_up INTEGER NOT NULL, reason TEXT,
-  PRIMARY KEY (stream, role)) WITHOUT ROWID;
+CREATE TABLE readers (stream TEXT NOT NULL, role TEXT NOT NULL, since INTEGER NOT NULL, done INTEGER NOT NULL, given_up INTEGER NOT NULL,
+  reason TEXT, PRIMARY KEY (stream, role)) WITHOUT ROWID;
 CREATE TABLE latest (stream TEXT PRIMARY KEY, version INTEGER NOT NULL, value BLOB NOT NULL) WITHOUT ROWID;
 CREATE TABLE states (role TEXT NOT NULL, idx INTEGER NOT NULL, value BLOB NOT NULL, PRIMARY KEY (role, idx)) WITHOUT ROWID;
 """
@@ -32,7 +32,7 @@ _STATEMENTS = {
     "item": ("INSERT INTO items VALUES (?, ?, ?)", (2,)),
     "position": ("INSERT OR REPLACE INTO positions VALUES (?, ?, ?)", ()),
     "done": ("INSERT INTO done VALUES (?, ?, ?)", ()),
-    "counted": ("INSERT OR REPLACE INTO readers VALUES (?, ?, ?, ?, ?)", ()),
+    "counted": ("INSERT OR REPLACE INTO readers VALUES (?, ?, ?, ?, ?, ?)", ()),
     "latest": ("INSERT OR REPLACE INTO latest VALUES (?, ?, ?)", (2,)),
     "state": ("INSERT OR REPLACE INTO states VALUES (?, ?, ?)", (2,)),
 }
@@ -83,20 +83,19 @@ class StreamDB:
 
     def _fill(self, queue: Queue) -> None:
         name = queue.stream.name
-        known = {
-            role: (done, given_up, reason)
-            for role, done, given_up, reason in self._connection.execute(
-                "SELECT role, done, given_up, reason FROM readers WHERE stream = ?", (name,)
-            )
-        }
-        done = {(role, seq) for role, seq in self._connection.execute("SELECT role, seq FROM done WHERE stream = ?", (name,))}
-        for role, reader in queue.readers.items():
-            if role in known:
-                reader.done, reader.given_up, reader.last_reason = known[role]
+        readers = self._connection.execute("SELECT role, since, done, given_up, reason FROM readers WHERE stream = ?", (name,)).fetchall()
+        for role, since, count, given_up, reason in readers:
+            if (reader := queue.readers.get(role)) is not None:
+                reader.since, reader.done, reader.given_up, reader.last_reason = since, count, given_up, reason
             else:
-                self._connection.execute(_STATEMENTS["counted"][0], (name, role, 0, 0, None))
+                self._connection.execute("DELETE FROM readers WHERE stream = ? AND role = ?", (name, role))
+                self._connection.execute("DELETE FROM done WHERE stream = ? AND role = ?", (name, role))
+        for role in queue.readers.keys() - {row[0] for row in readers}:
+            queue.readers[role].since = queue.next_seq
+            self._connection.execute(_STATEMENTS["counted"][0], (name, role, queue.next_seq, 0, 0, None))
+        done = set(self._connection.execute("SELECT role, seq FROM done WHERE stream = ?", (name,)))
         for seq, value in self._connection.execute("SELECT seq, value FROM items WHERE stream = ? ORDER BY seq", (name,)).fetchall():
-            waiting = [role for role in queue.readers if role in known and (role, seq) not in done]
+            waiting = [role for role, reader in queue.readers.items() if seq >= reader.since and (role, seq) not in done]
             queue.hold(seq, orjson.loads(value), waiting)
             if not waiting:
                 self._forget(name, seq)

@@ -39,6 +39,8 @@ class Reader:
     given: dict[int, str] = field(default_factory=dict)
     """number → the instance that is at it"""
     tries: dict[int, int] = field(default_factory=dict)
+    since: int = 0
+    """what was published before was not for it"""
     done: int = 0
     given_up: int = 0
     last_reason: str | None = None
@@ -128,7 +130,7 @@ class Queue:
 
     def _counted(self, reader: str) -> Write:
         mine = self.readers[reader]
-        return ("counted", (self.stream.name, reader, mine.done, mine.given_up, mine.last_reason))
+        return ("counted", (self.stream.name, reader, mine.since, mine.done, mine.given_up, mine.last_reason))
 
 
 class Latest:
