@@ -40,7 +40,8 @@ def lab(tmp_path, monkeypatch):
 
     db = SimpleNamespace(query=lambda *_: [], write=queued.extend, durable=durable)
     core = SimpleNamespace(ring=lambda: None, db=db)
-    config = SimpleNamespace(directory=tmp_path, rollout=SimpleNamespace(max_open_requests=4))
+    rollout, reward = SimpleNamespace(max_open_requests=4, engines=1), SimpleNamespace(workers=1)
+    config = SimpleNamespace(directory=tmp_path, rollout=rollout, reward=reward, roles={})
     run = SimpleNamespace(core=core, config=config, http=None, tokenizer=SimpleNamespace(vocab_size=10), pool=EnginePool())
     run.transports = Transports("auto", {})
     lab = SimpleNamespace(processes=Processes(run), pool=run.pool, process=Process(), answer=CURRENT, frozen=0, disk=disk)
@@ -125,3 +126,14 @@ async def test_E5_pushes_wait_for_a_courier_that_died_and_it_ends_no_run(lab):
     lab.processes._on_event(Ready("courier", 0, 2, "http://127.0.0.1:2"))
     lab.processes._on_event(Died("courier", 0, 2, "killed"))
     assert said == [("http://127.0.0.1:2", 2), "gone"] and not lab.processes._lost.done()
+
+
+async def test_E16_an_engine_that_is_sent_away_while_it_is_asked_is_not_registered(lab):
+    """Its process is still there for a moment, and says that it is ready."""
+    ended = asyncio.Event()
+    lab.processes._leaving.add("engine-0", asyncio.create_task(ended.wait()))
+    lab.processes._stopping = True
+    await lab.ready()
+    assert not lab.pool.slots
+    ended.set()
+    await lab.processes._leaving.wait()
