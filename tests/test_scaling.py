@@ -15,7 +15,7 @@ import pytest
 from tests.service import CONFIG, ServiceUnderTest
 from tests.test_whole import check_accounts
 
-BATCHES, SAMPLES, N = 60, 6, 4
+BATCHES, SAMPLES, N = 100_000, 6, 4  # more than any of these runs makes: they are drained
 SLOW_S = 0.02  # a step of an engine, while requests are to be in the middle of their answers
 
 
@@ -54,7 +54,7 @@ def open_engines(service: ServiceUnderTest) -> list[str]:
 
 def wait_engines(service: ServiceUnderTest, count: int) -> None:
     names = [f"engine-{index}" for index in range(count)]
-    service.wait(lambda _: open_engines(service) == names and sorted(processes(service, "engine")) == names, f"{count} engines")
+    service.wait(lambda _: open_engines(service) == names and sorted(processes(service, "engine")) == names, f"{count} engines", 180)
 
 
 def slow_down(service: ServiceUnderTest, seconds: float) -> None:
@@ -63,7 +63,7 @@ def slow_down(service: ServiceUnderTest, seconds: float) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_A1_A2_E16_engines_1_to_4_to_1_in_mid_run_lose_nothing_and_the_learner_goes_on(service: ServiceUnderTest) -> None:
     service.up()
     assert service.submit().status_code == 201
@@ -120,10 +120,12 @@ def test_A1_A2_E16_engines_1_to_4_to_1_in_mid_run_lose_nothing_and_the_learner_g
     service.up("rollout.engines=3")
     wait_engines(service, 3)
     assert "the configuration now says 3; 2, asked for before, is over" in service.log()
+    assert service.http.post(f"{service.url}/v1/runs/sort-digits/drain").status_code == 202
     status = service.wait(lambda s: s["state"] == "finished", "the end", 200)
     check_accounts(service, status)
     counted = status["trajectories"]
-    assert counted["trained"] == counted["registered"] == BATCHES * SAMPLES * N and counted["discarded"] == 0, counted
+    assert counted["trained"] + counted["discarded"] == counted["registered"] > 0
+    assert all(reason.startswith("step skipped") for reason in counted["reasons"]), counted  # a last batch of equal rewards
     assert status["epoch"] == 0, "nothing was trained twice"
     assert "it has no processes to scale" in scale(service, "rollout", 2, 409)["error"]["message"]
 
