@@ -50,6 +50,7 @@ class EngineSlot:
         self.preferring_requests = 0  # those that would have this engine, for what it holds of them
         self.preferred_requests = 0  # and got it
         self._most_open = 0
+        self.first_heard_s: float | None = None  # when the first token, or answer, came
         self.released = False  # sent away by us: what breaks off there is nobody's failure
         self._limits: set[asyncio.Timeout] = set()
         self._empty = asyncio.Event()
@@ -78,6 +79,8 @@ class EngineSlot:
 
     def heard(self) -> None:
         """A token or an answer came from the engine, to whichever request."""
+        if self.first_heard_s is None:
+            self.first_heard_s = self._monotonic()
         self._silent.restart()
 
     def reported(self, reply: Any, trust_s: float) -> None:
@@ -97,6 +100,10 @@ class EngineSlot:
     def load_age_s(self) -> float | None:
         """How long ago it reported; None before that."""
         return None if self.load is None else self._monotonic() - self.load.at_s
+
+    def first_token_age_s(self) -> float | None:
+        """How long ago its first token came; None before that."""
+        return None if self.first_heard_s is None else self._monotonic() - self.first_heard_s
 
     def has_room(self) -> bool:
         return self.state == "open" and self.open_requests < self.capacity
