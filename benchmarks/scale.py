@@ -3,8 +3,8 @@
 One service on the demo's model. Eight engines that compute would share two cores, so each sleeps in every step (`--slow-step`) and its rate
 is set by that; its tokens, its pushes and its checks are real. (`--paced` engines take no weights, so no run can use them.) The clock of a
 new engine starts before the request to scale, so it holds the process's start, its import of torch and its push. Throughput is the
-tokens of finished trajectories over a window, each number of engines measured in the same run; `per_engine` is what one more engine brought,
-over what the first one made.
+tokens of finished trajectories over a window, each number of engines in the same run; `per_engine` is what one more engine brought, over
+what the first one made.
 
     python -m benchmarks.scale [--quick] [--json FILE]
 """
