@@ -19,7 +19,7 @@ from driver.ledger import Ledger
 from driver.own_roles import OwnRoles
 from driver.planned import plan_of
 from driver.process_specs import Specs
-from driver.stream_db import StreamDB
+from driver.stream_db import StreamDB, StreamError
 from rollout.client import make_http
 
 CONFIG = Path(__file__).parents[2] / "examples/sort_digits/config.yaml"
@@ -251,3 +251,15 @@ async def test_a_logic_that_is_not_there_ends_its_process_with_a_sentence(tmp_pa
     async with lab:
         with pytest.raises(Exception, match=r"role f: .*no module"):
             await lab.launcher.processes["f-0"].wait_ready(20)
+
+
+async def test_H8_a_disk_that_takes_no_more_ends_the_run_with_a_sentence_and_not_in_silence(tmp_path: Path) -> None:
+    async with Lab(tmp_path, "{f: {logic: LOGIC:follows, NOTES, subscribes: {metrics: queue}}}") as lab:
+        assert lab.own._db is not None
+        lab.own._db._connection.execute("PRAGMA query_only = ON")
+        lab.trained(0)
+        await asyncio.wait([lab.task], timeout=20)
+        error: BaseException | None = lab.task.exception()
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        assert isinstance(error, StreamError) and "free space or make it writable" in str(error)

@@ -13,8 +13,9 @@ import pytest
 from driver.config import load_config
 from driver.ledger_db import LedgerDB
 from driver.planned import plan_of
+from driver.planner import Host, PlanError
 from driver.processes import Processes
-from driver.scale import Leaving, Scaled, Wanted
+from driver.scale import Leaving, NotScalable, Scaled, Wanted
 from rollout.pool import EnginePool
 
 
@@ -128,3 +129,34 @@ async def test_what_was_left_alone_starts_again_only_when_its_role_is_asked_for(
     assert fleet.launcher.processes["engine-1"].state == "quarantined"
     assert (await fleet.processes.scale("rollout", 2)).again == ("engine-1",)
     assert fleet.launcher.processes["engine-1"].state == "ready"
+
+
+@pytest.mark.parametrize(
+    ("role", "count", "words"),
+    [
+        ("trainer", 2, "headrace down), set trainer.dp in its configuration"),
+        ("rollouts", 2, "there is no role 'rollouts' to scale; there are rollout, reward"),
+        ("rollout", 0, "rollout can have 1 to 64 instances here, not 0; to hold the run for a while: headrace pause"),
+        ("rollout", 65, "rollout can have 1 to 64 instances here, not 65"),
+        ("reward", 0, "reward can have 1 to 64"),
+    ],
+)
+async def test_what_can_not_be_is_refused_in_a_sentence_and_changes_nothing(fleet: Any, role: str, count: int, words: str) -> None:
+    with pytest.raises(NotScalable) as error:
+        await fleet.processes.scale(role, count)
+    assert words in str(error.value)
+    assert not fleet.disk and not fleet.launcher.started and fleet.processes.wanted.counts == {"rollout": 1, "reward": 1}
+
+
+async def test_a_number_that_the_host_can_not_hold_is_refused_before_anything_starts(fleet: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = Host("this host", 2, 2500 << 20)
+    monkeypatch.setattr("driver.planned.this_host", lambda: small)
+    with pytest.raises(PlanError, match="over-committed: rollout"):
+        await fleet.processes.scale("rollout", 8)
+    assert not fleet.disk and not fleet.launcher.started and fleet.processes.wanted["rollout"] == 1
+
+
+async def test_a_run_that_has_ended_has_nothing_to_scale(fleet: Any) -> None:
+    fleet.run.core.ledger.ended = "all batches trained"
+    with pytest.raises(NotScalable, match="it has no processes to scale"):
+        await fleet.processes.scale("rollout", 2)
