@@ -19,8 +19,10 @@ from dataclasses import dataclass, field
 from driver.roles import MiB, Role, Stream
 from driver.schema import lacking
 
-DEFAULT_BYTES = 300 * MiB  # of an instance without a mark: a Python process that has loaded our light modules and numpy
-DEFAULT_SGLANG_BYTES = 4096 * MiB
+# Of an instance without a mark, as measured: the process of a role that imports nothing has 42 MiB, a real SGLang on a CPU with the demo's
+# model 1.8 GiB in its three processes.
+DEFAULT_BYTES = 64 * MiB
+DEFAULT_SGLANG_BYTES = 2048 * MiB
 
 
 class PlanError(ValueError):
@@ -126,10 +128,10 @@ def _connected(roles: Sequence[Role]) -> list[tuple[Stream, str, tuple[str, ...]
 
 
 def _no_circle(roles: Sequence[Role]) -> None:
-    """From each queue to those that are made of it."""
+    """From each queue to what is made of it. Nothing follows a `latest` stream: reading it never waits."""
     follows: dict[str, list[str]] = {}
     for role in roles:
-        made = [stream.name for stream in role.publishes if stream.kind == "queue"]
+        made = [stream.name for stream in role.publishes]
         for read in (wanted.stream for wanted in role.subscribes if wanted.kind == "queue"):
             follows.setdefault(read, []).extend(made)
     done: set[str] = set()

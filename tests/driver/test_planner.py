@@ -162,7 +162,7 @@ def test_roles_with_large_marks_are_spread_over_hosts() -> None:
 
 def test_a_role_without_a_mark_gets_a_default_and_a_warning() -> None:
     plan = make_plan([role("unknown", resources=Resources())], [HOST])
-    assert any("unknown has no memory mark; 300 MiB are taken" in w and "roles.unknown.resources" in w for w in plan.warnings)
+    assert any("unknown has no memory mark; 64 MiB are taken" in w and "roles.unknown.resources" in w for w in plan.warnings)
     assert not make_plan([role("known")], [HOST]).warnings
     assert any("8 cores are shared" in w for w in make_plan([role("many", instances=9)], [HOST]).warnings)
 
