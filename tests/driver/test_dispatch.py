@@ -101,7 +101,11 @@ async def test_a_whole_answer_is_taken_as_it_is(parts):
     assert engine.asked[0][:2] == ([5, 6], 16)
 
 
-@pytest.mark.parametrize("breaks", [answer(finish="abort"), answer(7, finish="abort"), lost(), lost(7)], ids=str)
+@pytest.mark.parametrize(
+    "breaks",
+    [answer(finish="abort"), answer(7, finish="abort"), lost(), lost(7)],
+    ids=["aborted in the queue", "aborted", "cut off in the queue", "cut off"],
+)
 async def test_E16_a_request_of_an_engine_that_is_sent_away_goes_on_elsewhere_and_costs_no_try(parts, breaks):
     """However little it had received: with no budget at all nothing is given up."""
     dispatch, trajectory, engines = parts

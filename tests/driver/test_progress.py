@@ -17,8 +17,8 @@ def test_one_that_gets_on_or_has_nothing_to_do_may_take_as_long_as_it_likes() ->
     for second in range(100):
         assert progress.stands_for_s({"busy_workers": 1, "progress": second // 4}, float(second)) is None
     for second in range(100, 200):
-        assert progress.stands_for_s({"busy_workers": 0, "progress": 1}, float(second)) is None
-    assert progress.stands_for_s({"busy_workers": 1, "progress": 1}, 200.0) is None, "the time without work does not count"
+        assert progress.stands_for_s({"busy_workers": 0, "progress": 24}, float(second)) is None
+    assert progress.stands_for_s({"busy_workers": 1, "progress": 24}, 200.0) is None, "the time without work does not count"
     assert Progress(None).stands_for_s({"state": "busy", "progress": 0}, 1e9) is None
     assert Progress(1.0).stands_for_s({"state": "busy"}, 1e9) is None, "it says no number to judge it by"
 

@@ -8,7 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from driver.planner import Host, make_plan
@@ -28,6 +28,8 @@ def graph(readers: tuple[str, ...] = ("a", "b")):
 
 
 @settings(max_examples=40, deadline=None)
+@example([("publish", 0), ("take a", 0), ("done", 0), ("crash", 0)])  # done by one reader, and not by the other
+@example([("publish", 0), ("take a", 0), ("crash", 0), ("take a", 1), ("lost", 0)])
 @given(st.lists(st.tuples(OPERATIONS, st.integers(0, 5)), max_size=60))
 def test_A2_each_item_is_done_once_by_each_reader_or_given_up_with_a_reason_through_any_crash(schedule: list[tuple[str, int]]) -> None:
     with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
