@@ -60,11 +60,11 @@ class Broken(Sum):
             raise KeyError("no such field")
         if item["batch_id"] == 3:
             return {"sums": {"count": "many", "sum": 0.0}}
-        if item["batch_id"] == 4:
-            os._exit(7)
         if item["batch_id"] == 5:
+            os._exit(7)
+        if item["batch_id"] == 6:
             return {"other": {}}
-        return Sum.handle(self, stream, item | {"batch_id": -1})
+        return Sum.handle(self, stream, item)
 
 
 class Hangs(Sum):
@@ -192,14 +192,24 @@ async def test_L1_an_item_that_raises_or_kills_its_process_or_makes_nonsense_is_
     tmp_path: Path,
 ) -> None:
     async with Lab(tmp_path, f"{{bad: {{logic: LOGIC:Broken, NOTES, tries: 2, subscribes: {{metrics: queue}}, {SUMS}}}}}") as lab:
-        reader = lab.own.streams.queues["metrics"].readers["bad"]
-        for batch_id, reason in ((2, "KeyError"), (3, "its field 'count' is 'many'"), (4, "exit code 7"), (5, "publishes declares sums")):
-            lab.trained(*(range(3) if batch_id == 2 else [batch_id]))
-            await lab.until(lambda given_up=batch_id - 1: reader.given_up == given_up)
+        reader, sums = lab.own.streams.queues["metrics"].readers["bad"], lab.own.streams.latest["sums"]
+
+        async def fails(batch_id: int, given_up: int, reason: str) -> None:
+            lab.trained(batch_id)
+            await lab.until(lambda: reader.given_up == given_up)
             assert reason in str(reader.last_reason)
-        lab.trained(6)
+
+        lab.trained(0, 1)
+        await fails(2, 1, "KeyError")
+        await fails(3, 2, "its field 'count' is 'many'")
+        lab.trained(4)
         await lab.until(lambda: reader.done == 3)
-        assert lab.own.streams.latest["sums"].value == {"count": 3, "sum": 7.0}, "0, 1 and 6"
+        assert sums.value == {"count": 3, "sum": 5.0}, "0, 1 and 4, in the same process"
+        await fails(5, 3, "exit code 7")
+        await fails(6, 4, "publishes declares sums")
+        lab.trained(7)
+        await lab.until(lambda: reader.done == 4)
+        assert sums.value == {"count": 4, "sum": 12.0}
 
 
 async def test_E14_L2_a_role_that_hangs_at_an_item_is_replaced_and_the_item_is_done_by_its_next_life(tmp_path: Path) -> None:
