@@ -23,6 +23,7 @@ from rich.table import Table
 
 from driver import commands_runs, selfcheck
 from driver.commands_ledger import ledger_app
+from driver.commands_roles import add_role_commands
 from driver.config import ConfigError, load_config
 from driver.doctor import examine
 from driver.keys import keys, section_at
@@ -366,6 +367,9 @@ def selfcheck_loss(
     except ConfigError as error:
         fail(str(error), 2)
     raise typer.Exit(subprocess.run(argv).returncode)
+
+
+add_role_commands(app, Service, out, fail, Url, RunName, Sets)
 
 
 def main() -> None:

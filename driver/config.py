@@ -12,12 +12,12 @@ import difflib
 import json
 import os
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 import yaml
 from pydantic import ValidationError
 
-from driver.settings import ModelConfig, RewardConfig, RunConfig, ScorerConfig, TrainerConfig
+from driver.settings import ModelConfig, RunConfig, TrainerConfig
 from rollout.sglang.spec import has_cuda_device, located
 from trainer.layout import misfit
 
@@ -104,6 +104,10 @@ def _check_files(config: RunConfig, base: Path) -> RunConfig:
             "rollout": rollout,
             "reward": config.reward.model_copy(update={"scorers": scorers}),
             "trainer": _trainer_files(trainer, base),
+            "roles": {
+                name: role.model_copy(update={"logic": _own_function(role.logic, base, f"roles.{name}.logic")})
+                for name, role in config.roles.items()
+            },
             "data": data,
             "service": config.service.model_copy(update={"data_roots": roots}),
         }
@@ -197,13 +201,16 @@ def _explain(error: ValidationError) -> str:
 
 
 def _names_at(location: tuple[Any, ...]) -> list[str]:
-    """The field names of the section at a location; through mappings (scorers) by their value type."""
+    """The field names of the section at a location; through mappings (scorers, roles) by their value type."""
     section: Any = RunConfig
     for part in location:
+        if isinstance(section, dict):  # any name; what stands under it is of one kind
+            section = section[...]
+            continue
         field = section.model_fields.get(part) if hasattr(section, "model_fields") else None
         if field is None:
-            section = ScorerConfig if section is RewardConfig or part else section
             continue
         kinds = (field.annotation, *get_args(field.annotation))  # a section may be optional
-        section = next((kind for kind in kinds if hasattr(kind, "model_fields")), section)
+        found = next((kind for kind in kinds if hasattr(kind, "model_fields")), section)
+        section = {...: found} if get_origin(field.annotation) is dict else found
     return list(getattr(section, "model_fields", {}))

@@ -163,6 +163,7 @@ def engines(run: Run) -> list[dict[str, Any]]:
             "served_requests": slot.served_requests,
             "preferred_share": slot.preferred_requests / slot.preferring_requests if slot.preferring_requests else None,
             "silent_s": round(slot.silent_s(), 3),
+            "first_token_age_s": slot.first_token_age_s(),
             "load": _load(slot),
             "busy_s": round(slot.busy_s(), 3),
             "capabilities": None if slot.capabilities is None else asdict(slot.capabilities),

@@ -30,6 +30,8 @@ from driver.history import History
 from driver.launcher import StartFailed
 from driver.ledger import Upsert
 from driver.ledger_db import LedgerDB, LedgerError
+from driver.own_roles import OwnRoles
+from driver.planner import PlanError
 from driver.prefix_log import PrefixLog
 from driver.processes import Processes
 from driver.publish import Publisher
@@ -40,6 +42,7 @@ from driver.row_snapshot import RowSnapshot
 from driver.scoring import Scoring
 from driver.settings import RunConfig
 from driver.snapshot import PushImpossible
+from driver.stream_db import StreamError
 from driver.training import CheckpointMissing, Training
 from driver.transport import Transports
 from driver.watermark import Watermark
@@ -51,7 +54,15 @@ from store import EmbeddedStore, StoreError, StoreStats
 from trainer.client import TrainerRefused
 
 log = logging.getLogger("headrace.run")
-EXPECTED = (StartFailed, TrainerRefused, CheckpointMissing, LedgerError, PushImpossible)  # their text is for the user and says it all
+EXPECTED = (
+    StartFailed,
+    TrainerRefused,
+    CheckpointMissing,
+    LedgerError,
+    PushImpossible,
+    PlanError,
+    StreamError,
+)  # their text is for the user and says it all
 
 
 class Run:
@@ -129,6 +140,7 @@ class Run:
         )
         self.model_facts = orjson.loads((config.model.path / "config.json").read_bytes())
         self.processes = Processes(self)
+        self.own_roles = OwnRoles(self)
         self.state = "starting"
         self.failure: str | None = None
         self.history = History(self)
@@ -160,6 +172,7 @@ class Run:
                 ("push", self.publisher.run()),
                 ("engine watch", self.engine_watch.run()),
                 ("tick", self._tick_loop()),
+                *([("roles", self.own_roles.run())] if self.config.roles else []),
                 *([("routing", self.routing.run())] if self.routing is not None else []),
                 *([("prefix log", self.prefixes.run())] if rollout.prefix_log_every_s is not None else []),
                 *([("snapshot", self.snapshot.run())] if self.snapshot.every_s is not None else []),
@@ -174,6 +187,7 @@ class Run:
                 self.state = "failed"
             if self.failure is None and training.done():
                 self._end_by_rule()
+                await self.own_roles.finish(self.config.stop_deadline_s)
             elif self.failure is None and self._stop.is_set():
                 await self._stop_training(training)
         except LedgerError as error:  # its last writes
@@ -220,6 +234,7 @@ class Run:
         """Processes end, what must survive goes to disk, the store goes. The ledger stays open for reading until `close`."""
         core = self.core
         await self.processes.stop()
+        self.own_roles.close()
         self.publisher.free_all()
         self.transports.sweep()
         over = core.ledger.ended is not None and not core.db.failure

@@ -181,7 +181,8 @@ class Turns:
                         fruitless = 0 if received.output_ids else fruitless + 1
                         if error.kind == "data":  # a key or a path that is refused says nothing of the prompt, nor of other engines
                             raise GivenUp(f"{error.kind}: {error}") from error
-                        retry(self._core, trajectory, "infrastructure", str(error))
+                        if not slot.released:
+                            retry(self._core, trajectory, "infrastructure", str(error))
                         continue
                 received = await self._pusher.trusted(answer)
                 if len(received.output_ids) == len(answer.output_ids) and answer.finish_reason != "abort":
@@ -193,7 +194,7 @@ class Turns:
                 kept = _extend(kept, received)
                 buffer.kept(kept)
                 fruitless = 0 if received.output_ids else fruitless + 1
-                if not received.output_ids:
+                if not received.output_ids and not slot.released:
                     retry(self._core, trajectory, "infrastructure", f"{slot.engine_id} ended the request without a token")
             except TimeoutError as error:
                 retry(self._core, trajectory, "infrastructure", str(error))
