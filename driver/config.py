@@ -97,6 +97,12 @@ def _check_files(config: RunConfig, base: Path) -> RunConfig:
     data = (base / config.data).resolve() if config.data else None
     if data and not data.is_file():
         raise ConfigError(f"data: there is no file {data}")
+    evaluation = config.evaluation
+    if evaluation is not None:
+        held_out = (base / evaluation.data).resolve()
+        if not held_out.is_file():
+            raise ConfigError(f"evaluation.data: there is no file {held_out}")
+        evaluation = evaluation.model_copy(update={"data": held_out})
     roots = [(base / root).resolve() for root in config.service.data_roots]
     return config.model_copy(
         update={
@@ -109,6 +115,7 @@ def _check_files(config: RunConfig, base: Path) -> RunConfig:
                 for name, role in config.roles.items()
             },
             "data": data,
+            "evaluation": evaluation,
             "service": config.service.model_copy(update={"data_roots": roots}),
         }
     )

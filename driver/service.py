@@ -32,6 +32,7 @@ from driver.feed import FeedError
 from driver.ledger_db import LedgerError
 from driver.run import Run
 from driver.runs import Runs
+from driver.service_evaluation import add_evaluation_routes
 from driver.service_roles import add_role_routes
 from driver.service_runs import add_routes as add_run_routes
 from driver.settings import SECRETS
@@ -165,6 +166,7 @@ def create_app(fleet: Runs, *, token: str | None, loopback: bool, shutdown: Call
         return {run_id: observe.why(run) for run_id, run in runs.items()}
 
     add_run_routes(app, fleet)
+    add_evaluation_routes(app, run_of)
 
     # ---- one run -------------------------------------------------------------------------------------------------------
 

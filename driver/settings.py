@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from driver.settings_evaluation import EvaluationConfig
 from driver.settings_roles import NAME as ROLE_NAME
 from driver.settings_roles import RoleConfig, check_names
 from rollout.address import checked_url, is_loopback
@@ -341,6 +342,7 @@ class RunConfig(_Section):
     store: StoreConfig = StoreConfig()
     service: ServiceConfig = ServiceConfig()
     roles: dict[Annotated[str, Field(pattern=ROLE_NAME)], RoleConfig] = Field({}, description="your own processes; see examples/own_role")
+    evaluation: EvaluationConfig | None = Field(None, description="a held-out set, scored at chosen versions; null: none")
     stop_deadline_s: float = Field(60.0, gt=0, description="SIGTERM waits this long for the step in flight and a last checkpoint")
     shuffle: bool = Field(True, description="dataset rows in a seeded order, another one each epoch; false: as they came")
     data: Path | None = Field(None, description="a dataset file submitted, and closed, at start")
