@@ -2,8 +2,9 @@
 
 python -m benchmarks.ledger [--quick] [--json FILE] [--samples N] [--small N] [--batches N] [--rounds N]
 
-The old samples are put into the tables by SQL, as a run leaves them. Then both ledgers take the same new samples in turn, through the real
-`Ledger` and `LedgerDB`: registered, ready, consumed, finished, a batch after the other, each plan waited for until it is on disk.
+The old samples are put into the tables by SQL, as a run leaves them. Then both ledgers take the same new samples in turn, through the
+real `Ledger` and `LedgerDB`: registered, ready, consumed, finished, a batch after the other, each plan waited for until it is on disk.
+The prefix log is measured beside them, by itself.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import asyncio
 import os
 import sqlite3
 import tempfile
+import time
 from pathlib import Path
 
 import msgspec
@@ -20,6 +22,8 @@ from benchmarks.common import Aim, Stopwatch, flags, median, report
 from driver.events import BatchApplied, BatchAssembled, Leaf, SampleRegistered, TrajectoryReady, VersionCommitted, VersionServed
 from driver.ledger import Ledger, traj_uid_of
 from driver.ledger_db import LedgerDB
+from driver.ledger_schema import recount
+from driver.prefix_log import PrefixLog
 
 N = 8
 P = 64
@@ -118,11 +122,13 @@ class Player:
             await db.durable()
 
 
-async def transitions_per_s(player: Player, batches: int) -> float:
-    watch = Stopwatch()
+async def played(player: Player, batches: int) -> tuple[float, float]:
+    """Transitions per second, and CPU microseconds per trajectory in this process, the writer's thread included."""
+    watch, cpu_s = Stopwatch(), time.process_time()
     for number in range(1, batches + 1):
         await player.batch(checkpoint=number % CHECKPOINT_EVERY == 0 or number == batches)
-    return batches * P * N * 4 / watch.seconds()  # registered, ready, consumed, finished
+    trajectories = batches * P * N
+    return trajectories * 4 / watch.seconds(), (time.process_time() - cpu_s) / trajectories * 1e6  # registered, ready, consumed, finished
 
 
 def start_s(path: Path) -> float:
@@ -137,6 +143,38 @@ def start_s(path: Path) -> float:
     assert len(ledger.samples) == LIVE_BATCHES * P and ledger.counts.balanced()
     db.close()
     return seconds
+
+
+def recount_s(path: Path) -> float:
+    """Seconds to count everything again, as a start did before counters were rows, and as `headrace ledger check` does."""
+    connection = sqlite3.connect(path)
+    watch = Stopwatch()
+    recount(connection)
+    seconds = watch.seconds()
+    connection.close()
+    return seconds
+
+
+async def prefix_log_us(directory: Path, db: LedgerDB) -> tuple[float, float]:
+    """CPU microseconds of the prefix log: for a chunk of 16 tokens as it arrives, and for one that is written, of answers of 512 tokens."""
+    now = [0.0]
+    log = PrefixLog(directory / "prefixes.sqlite", db, every_s=2.0, every_tokens=256, verified=lambda _: True, now=lambda: now[0])
+    buffers = [log.turn(traj_uid_of(i, 0), 0, [5] * 64, 1.0)[0] for i in range(512)]
+    arrive_s = write_s = 0.0
+    chunk, log_probs = list(range(16)), [-0.5] * 16
+    for buffer in buffers:
+        buffer.asks("run/0/0/1", None)
+    for _ in range(32):
+        began = time.process_time()
+        for buffer in buffers:
+            buffer.got(chunk, log_probs, "run/0/0/1")
+        arrived = time.process_time()
+        now[0] += 0.25
+        await log.flush()
+        arrive_s, write_s = arrive_s + arrived - began, write_s + time.process_time() - arrived
+    log.close(remove=True)
+    chunks = 32 * len(buffers)
+    return arrive_s / chunks * 1e6, write_s / chunks * 1e6
 
 
 def main() -> int:
@@ -160,6 +198,7 @@ def main() -> int:
         asyncio.run(_play(paths, batches, rounds, figures))
         for size, path in paths.items():
             figures[f"{size}_start_s"] = median([start_s(path) for _ in range(rounds)])
+        figures["large_recount_s"] = recount_s(paths["large"])
     aims: dict[str, Aim] = {"large_over_small": (">=", 0.9), "large_start_s": ("<=", 10.0)}
     return report("ledger", figures, aims, options, ["msgspec"])
 
@@ -169,19 +208,26 @@ async def _play(paths: dict[str, Path], batches: int, rounds: int, figures: dict
     databases = {size: LedgerDB(path) for size, path in paths.items()}
     players = {size: Player(db) for size, db in databases.items()}
     rates: dict[str, list[float]] = {size: [] for size in paths}
+    cpu_us: dict[str, list[float]] = {size: [] for size in paths}
     for player in players.values():
-        await transitions_per_s(player, CHECKPOINT_EVERY)  # warm
+        await played(player, CHECKPOINT_EVERY)  # warm
     for number in range(rounds):
         for size in list(paths)[:: 1 if number % 2 else -1]:
-            rates[size].append(await transitions_per_s(players[size], batches))
+            rate, cpu = await played(players[size], batches)
+            rates[size].append(rate)
+            cpu_us[size].append(cpu)
     for player in players.values():
         assert not player.ledger.samples, "every batch played is committed"
         for _ in range(LIVE_BATCHES * P):
             player.register()
+    log_us = [await prefix_log_us(paths["small"].parent, databases["small"]) for _ in range(rounds)]
+    figures["prefix_log_arriving_us_per_chunk"], figures["prefix_log_writing_us_per_chunk"] = map(median, zip(*log_us, strict=True))
     for size, db in databases.items():
         db.close()
         figures[f"{size}_transitions_per_s"] = median(rates[size])
-    figures["large_over_small"] = median([large / small for large, small in zip(rates["large"], rates["small"], strict=True)])
+        figures[f"{size}_cpu_us_per_trajectory"] = median(cpu_us[size])
+    ratios = [large / small for large, small in zip(rates["large"], rates["small"], strict=True)]
+    figures |= {"large_over_small": median(ratios), "large_over_small_lowest": min(ratios), "large_over_small_highest": max(ratios)}
 
 
 if __name__ == "__main__":

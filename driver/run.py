@@ -281,15 +281,16 @@ class Run:
         self.own_roles.close()
         self.publisher.free_all()
         self.transports.sweep()
-        over = core.ledger.ended is not None and not core.db.failure
-        unlogged = self.prefixes.close(remove=over)
-        self.snapshot.close(remove=over)
+        unlogged = self.prefixes.close()
         try:
-            if not over:
+            if core.ledger.ended is None:
                 self.dispatch.turns.count_resampled(unlogged)
             await core.db.durable()
         except LedgerError as error:
             self.failure = self.failure or str(error)
+        if over := core.ledger.ended is not None and not core.db.failure:
+            self.prefixes.close(remove=True)
+        self.snapshot.close(remove=over)
         try:
             self.finished.archive.flush()
         except OSError as error:

@@ -80,6 +80,12 @@ class RolloutConfig(_Section):
         "they are sampled from their prompts again",
     )
     prefix_log_every_tokens: int = Field(256, ge=1, description="and as soon as a trajectory has so many that are not there yet")
+    part_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="answers are asked for in parts of so many tokens, each going on from the one before: bounds what is sampled again "
+        "when an engine or the driver is lost after a push; null: in one, and what came after a push in its middle is lost with it",
+    )
     loads_interval_s: float = Field(1.0, gt=0, le=60, description="each engine is asked this often how loaded it is, and seen to move")
     infrastructure_retries: int = Field(20, ge=0, description="a request lost to a dead engine is sent again this often")
     data_retries: int = Field(1, ge=0, description="a prompt or a score that fails by itself is tried again this often")

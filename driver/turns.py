@@ -156,7 +156,9 @@ class Turns:
                 return whole
             tried = trajectory.infrastructure_attempts
             rid = f"{self._core.run_id}.{self._core.ledger.epoch}.{trajectory.traj_uid}.{turn:04d}.{tried:06d}.{part:06d}"
-            request = {**sampling, "max_new_tokens": budget - len(kept.output_ids)}
+            room = budget - len(kept.output_ids)
+            asked = min(room, config.part_tokens or room)
+            request = {**sampling, "max_new_tokens": asked}
             try:
                 if self._routing is not None:
                     await self._routing.usable(ENGINE_WAIT_S)
@@ -190,6 +192,11 @@ class Turns:
                             retry(self._core, trajectory, "infrastructure", str(error))
                         continue
                 received = await self._pusher.trusted(answer)
+                if len(received.output_ids) == len(answer.output_ids) and answer.finish_reason == "length" and asked < room:
+                    kept = _extend(kept, received)  # one part of it
+                    buffer.kept(kept)
+                    fruitless = 0
+                    continue
                 if len(received.output_ids) == len(answer.output_ids) and answer.finish_reason != "abort":
                     whole = joined(kept, answer)
                     buffer.kept(whole, whole.finish_reason)

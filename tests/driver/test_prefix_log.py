@@ -253,6 +253,33 @@ async def test_W1_what_an_engine_gave_before_it_died_is_in_the_log_with_what_the
     await life.killed()
 
 
+async def test_W1_V5_in_parts_what_was_sampled_through_a_push_is_logged_when_its_part_has_ended(tmp_path):
+    newer = "run/0/1/1"
+
+    class Pushed(Streaming):
+        """Its first part lives through a push: the second chunk holds a token of either version, and only the end says so."""
+
+        async def generate(self, input_ids: list[int], sampling: dict[str, Any], rid: str, **more: Any) -> Generation:
+            self.asked.append(list(input_ids))
+            if len(self.asked) > 1:
+                self.given.set()
+                await asyncio.sleep(3600)
+            more["on_tokens"]([7], [-0.5], V)
+            more["on_tokens"]([8, 9, 10], [-0.5] * 3, newer)
+            return Generation([7, 8, 9, 10], [-0.5] * 4, [(V, 0, 2), (newer, 2, 4)], "length")
+
+    life = Life(tmp_path, "rollout.part_tokens=4")
+    life.pusher._verified[newer] = None
+    engine = Pushed()
+    await interrupted(life, engine)
+    assert engine.asked == [PROMPT, [*PROMPT, 7, 8, 9, 10]]
+    await life.killed()
+    again = Life(tmp_path)
+    assert again.log.keep([again.trajectory.traj_uid]) == {again.trajectory.traj_uid: 4}
+    assert again.log._read(again.trajectory.traj_uid)[0].prefix.spans == [(V, 0, 2), (newer, 2, 4)]
+    await again.killed()
+
+
 async def test_a_whole_earlier_turn_is_given_back_without_asking_and_the_next_goes_on(tmp_path):
     life = Life(tmp_path)
     life.serve(Streaming([7, 8], end="stop"))  # no stop token: the engine said so
@@ -430,7 +457,7 @@ async def real(engine: Served, tmp_path: Path) -> Any:
         client = EngineClient(engine.url, http)
         await client.set_version(V)
 
-        def life(name: str) -> Life:
+        def life(name: str, *settings: str) -> Life:
             (tmp_path / name).mkdir(exist_ok=True)
             made = Life(
                 tmp_path / name,
@@ -438,6 +465,7 @@ async def real(engine: Served, tmp_path: Path) -> Any:
                 "rollout.sampling.max_new_tokens=40",
                 "rollout.stream_interval=2",
                 "rollout.prefix_log_every_tokens=4",
+                *settings,
             )
             made.serve(client)
             return made
@@ -446,7 +474,7 @@ async def real(engine: Served, tmp_path: Path) -> Any:
 
 
 async def test_W1_A3_a_resumed_trajectory_of_a_deterministic_engine_has_the_bits_of_one_never_interrupted(
-    real: tuple[Callable[[str], Life], httpx.AsyncClient], engine: Served
+    real: tuple[Callable[..., Life], httpx.AsyncClient], engine: Served
 ) -> None:
     life, http = real
     whole = life("whole")
@@ -477,3 +505,16 @@ async def test_W1_A3_a_resumed_trajectory_of_a_deterministic_engine_has_the_bits
     assert (made.output_ids, made.log_probs, made.spans) == (expected.output_ids, expected.log_probs, expected.spans)
     assert made.finish_reason == expected.finish_reason and second.log.tokens_resumed == tokens >= 6
     await second.killed()
+
+
+async def test_A3_an_answer_asked_for_in_parts_has_the_bits_of_one_asked_for_at_once(
+    real: tuple[Callable[..., Life], httpx.AsyncClient],
+) -> None:
+    life, _ = real
+    made = []
+    for settings in ([], ["rollout.part_tokens=7"]):
+        one = life(f"parts{len(settings)}", *settings)
+        made.append(await one.turns.generate(one.trajectory, 0, PROMPT))
+        await one.killed()
+    assert len(made[0].output_ids) > 7
+    assert (made[0].output_ids, made[0].log_probs, made[0].spans) == (made[1].output_ids, made[1].log_probs, made[1].spans)
