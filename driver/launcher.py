@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -107,8 +107,10 @@ class Process(Protocol):
 
 
 class Launcher(Protocol):
-    """Where processes come from: this machine here, a cluster elsewhere."""
+    """Where processes come from: this machine here, a cluster elsewhere. A spec says on which host and devices the plan wants it."""
 
+    @property
+    def processes(self) -> Mapping[str, Process]: ...
     async def start(self, spec: ProcessSpec) -> Process: ...
     async def end(self, name: str, deadline_s: float) -> None: ...
     async def watch(self) -> None: ...

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from driver.launcher import ChildHung, Died, Hung, LocalLauncher, LocalProcess, ProcessEvent, Quarantined, Ready, Started, StartFailed
+from driver.launcher import ChildHung, Died, Hung, Launcher, LocalLauncher, Process, ProcessEvent, Quarantined, Ready, Started, StartFailed
 from driver.ledger import Upsert
 from driver.outside import Outside
 from driver.planned import plan_of
@@ -46,7 +46,7 @@ class Processes:
         self._core = run.core
         self._config = run.config
         self._directory = run.config.directory / "processes"
-        self._launcher: LocalLauncher | None = None
+        self._launcher: Launcher | None = None
         self.outside = Outside(run, self._watcher_failed)
         self._incarnations = {
             name.partition("/")[2]: int(value)
@@ -82,7 +82,7 @@ class Processes:
         finally:
             watch.cancel()
 
-    async def _first_start(self, process: LocalProcess) -> None:
+    async def _first_start(self, process: Process) -> None:
         """A process that can not start fails the run; twice, because the first may have been ended from outside."""
         for last in (False, True):
             try:
