@@ -15,8 +15,22 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from driver.launcher import ChildHung, Died, Hung, Launcher, LocalLauncher, Process, ProcessEvent, Quarantined, Ready, Started, StartFailed
+from driver.launcher import (
+    ChildHung,
+    Died,
+    Hung,
+    Launcher,
+    LocalLauncher,
+    LocalProcess,
+    Process,
+    ProcessEvent,
+    Quarantined,
+    Ready,
+    Started,
+    StartFailed,
+)
 from driver.ledger import Upsert
+from driver.life import ProcessSpec
 from driver.outside import Outside
 from driver.planned import plan_of
 from driver.planner import Plan
@@ -58,6 +72,9 @@ class Processes:
         self.plan: Plan = NO_PLAN
         self._leaving = Leaving(self._left)
         self._stopping = False
+        self.taken: list[LocalProcess] = []  # of the run before, which its launcher released
+        self.hand_over: frozenset[str] = frozenset()  # roles whose processes outlive this run
+        self.released: list[LocalProcess] = []
 
     async def run(self) -> None:
         """Starts everything; then only the launcher's own failure, or a role that nothing can do without, ends it (by raising)."""
@@ -69,6 +86,8 @@ class Processes:
             log.warning("plan: %s", warning)
         self._run.own_roles.open(self.plan)
         await self._converge()
+        taken, self.taken = self.taken, []
+        await asyncio.gather(*(process.stop(STOP_DEADLINE_S) for process in taken))  # more than this run wants
         needed = [name for name, placement in self.plan.processes.items() if placement.role.start_together]
         self.outside.start()
         async with asyncio.TaskGroup() as group:
@@ -94,7 +113,19 @@ class Processes:
                     raise
                 log.warning("%s; trying once more", error)
 
+    def _adopt(self, name: str, spec: ProcessSpec) -> bool:
+        """Take a process of the run before, if there is one of this name."""
+        process = next((one for one in self.taken if one.spec.name == name), None)
+        if process is None:
+            return False
+        assert isinstance(self._launcher, LocalLauncher)
+        self.taken.remove(process)
+        self._launcher.adopt(process, spec)
+        log.info("%s (incarnation %d) is taken over from the run before", spec.name, process.incarnation)
+        return True
+
     async def stop(self) -> None:
+        """End all processes but those of the roles to hand over, which are `released`."""
         self._stopping = True
         for asking in self._asking:
             asking.cancel()
@@ -102,6 +133,11 @@ class Processes:
         self._leaving.cancel()
         await self._leaving.wait()
         await self.outside.stop()
+        launcher = self._launcher
+        if isinstance(launcher, LocalLauncher):
+            found = [launcher.processes[name] for name in sorted(self.plan.processes.keys() & launcher.processes.keys())]
+            ready = [process.spec.name for process in found if process.spec.role in self.hand_over and process.state == "ready"]
+            self.released = [launcher.release(name) for name in ready]
         if self._launcher is not None:
             await self._launcher.stop(STOP_DEADLINE_S)
 
@@ -151,7 +187,9 @@ class Processes:
                 self._core.waiting(f"engine {name}", None)
             elif process is not None and process.state != "ended":
                 continue
-            await launcher.start(self.specs.of(placement))
+            spec = self.specs.of(placement)
+            if not self._adopt(name, spec):
+                await launcher.start(spec)
         if again == "reward" and self._run.scoring.client is not None:
             await self._resize(self._run.scoring.client)
         return started_again
@@ -242,8 +280,7 @@ class Processes:
             elif event.role == "reward":
                 reward = RewardClient(event.url, self._run.http)
                 self._run.scoring.attach(reward)
-                if self.wanted["reward"] != self._config.reward.workers:
-                    self._ask(self._resize(reward), "reward workers")  # asked for while it started
+                self._ask(self._resize(reward), "reward workers")  # it may have been told another number, or be of the run before
             elif event.role == "courier":
                 self._run.courier.attach(event.url, event.incarnation)
             elif event.role in self._config.roles:
