@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -107,8 +107,10 @@ class Process(Protocol):
 
 
 class Launcher(Protocol):
-    """Where processes come from: this machine here, a cluster elsewhere."""
+    """Where processes come from: this machine here, a cluster elsewhere. A spec says on which host and devices the plan wants it."""
 
+    @property
+    def processes(self) -> Mapping[str, Process]: ...
     async def start(self, spec: ProcessSpec) -> Process: ...
     async def end(self, name: str, deadline_s: float) -> None: ...
     async def watch(self) -> None: ...
@@ -137,6 +139,13 @@ class LocalLauncher:
         process.task.add_done_callback(self._supervisor_ended)
         return process
 
+    async def end(self, name: str, deadline_s: float) -> None:
+        """One process, asked first and killed after the deadline; then it is not known any more."""
+        process = self.processes[name]
+        await process.stop(deadline_s)
+        if self.processes.get(name) is process:
+            del self.processes[name]
+
     def release(self, name: str) -> "LocalProcess":
         """Stop watching a process without ending it, for another launcher to adopt. It dies with this driver all the same."""
         process = self.processes.pop(name)
@@ -155,13 +164,6 @@ class LocalLauncher:
             self._on_event(Started(spec.role, spec.index, process.incarnation, process.url, process.pid))
         if process.state == "ready":
             self._on_event(Ready(spec.role, spec.index, process.incarnation, process.url))
-
-    async def end(self, name: str, deadline_s: float) -> None:
-        """One process, asked first and killed after the deadline; then it is not known any more."""
-        process = self.processes[name]
-        await process.stop(deadline_s)
-        if self.processes.get(name) is process:
-            del self.processes[name]
 
     def _supervisor_ended(self, task: "asyncio.Task[None]") -> None:
         error = None if task.cancelled() else task.exception()

@@ -57,6 +57,9 @@ class ProcessSpec:
     stop_signal: signal.Signals = signal.SIGTERM
     stall_s: float | None = None
     children: str | None = None
+    host: str | None = None
+    """where the plan put it, for a launcher that has several"""
+    devices: tuple[int, ...] = ()
 
     @property
     def name(self) -> str:

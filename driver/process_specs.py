@@ -40,7 +40,10 @@ class Specs:
         self._directory = run.config.directory / "processes"
 
     def of(self, placement: Placement) -> ProcessSpec:
-        """How this part of the plan is started."""
+        """How this part of the plan is started, and where."""
+        return replace(self._of(placement), host=placement.host, devices=placement.devices)
+
+    def _of(self, placement: Placement) -> ProcessSpec:
         role = placement.role
         if role.name in ("rollout", "evaluator"):
             assert role.process is not None

@@ -15,7 +15,20 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from driver.launcher import ChildHung, Died, Hung, LocalLauncher, LocalProcess, ProcessEvent, Quarantined, Ready, Started, StartFailed
+from driver.launcher import (
+    ChildHung,
+    Died,
+    Hung,
+    Launcher,
+    LocalLauncher,
+    LocalProcess,
+    Process,
+    ProcessEvent,
+    Quarantined,
+    Ready,
+    Started,
+    StartFailed,
+)
 from driver.ledger import Upsert
 from driver.life import ProcessSpec
 from driver.outside import Outside
@@ -47,7 +60,7 @@ class Processes:
         self._core = run.core
         self._config = run.config
         self._directory = run.config.directory / "processes"
-        self._launcher: LocalLauncher | None = None
+        self._launcher: Launcher | None = None
         self.outside = Outside(run, self._watcher_failed)
         self._incarnations = {
             name.partition("/")[2]: int(value)
@@ -59,7 +72,7 @@ class Processes:
         self.plan: Plan = NO_PLAN
         self._leaving = Leaving(self._left)
         self._stopping = False
-        self.taken: dict[str, LocalProcess] = {}  # of the run before, which its launcher released, by name
+        self.taken: list[LocalProcess] = []  # of the run before, which its launcher released
         self.hand_over: frozenset[str] = frozenset()  # roles whose processes outlive this run
         self.released: list[LocalProcess] = []
 
@@ -73,8 +86,8 @@ class Processes:
             log.warning("plan: %s", warning)
         self._run.own_roles.open(self.plan)
         await self._converge()
-        unwanted, self.taken = self.taken, {}  # more than this run asks for
-        await asyncio.gather(*(process.stop(STOP_DEADLINE_S) for process in unwanted.values()))
+        taken, self.taken = self.taken, []
+        await asyncio.gather(*(process.stop(STOP_DEADLINE_S) for process in taken))  # more than this run wants
         needed = [name for name, placement in self.plan.processes.items() if placement.role.start_together]
         self.outside.start()
         async with asyncio.TaskGroup() as group:
@@ -88,7 +101,7 @@ class Processes:
         finally:
             watch.cancel()
 
-    async def _first_start(self, process: LocalProcess) -> None:
+    async def _first_start(self, process: Process) -> None:
         """A process that can not start fails the run; twice, because the first may have been ended from outside."""
         for last in (False, True):
             try:
@@ -100,11 +113,16 @@ class Processes:
                     raise
                 log.warning("%s; trying once more", error)
 
-    def _adopt(self, process: LocalProcess, spec: ProcessSpec) -> LocalProcess:
-        assert self._launcher is not None
+    def _adopt(self, name: str, spec: ProcessSpec) -> bool:
+        """Take a process of the run before, if there is one of this name."""
+        process = next((one for one in self.taken if one.spec.name == name), None)
+        if process is None:
+            return False
+        assert isinstance(self._launcher, LocalLauncher)
+        self.taken.remove(process)
         self._launcher.adopt(process, spec)
         log.info("%s (incarnation %d) is taken over from the run before", spec.name, process.incarnation)
-        return process
+        return True
 
     async def stop(self) -> None:
         """End all processes but those of the roles to hand over, which are `released`."""
@@ -115,9 +133,12 @@ class Processes:
         self._leaving.cancel()
         await self._leaving.wait()
         await self.outside.stop()
+        launcher = self._launcher
+        if isinstance(launcher, LocalLauncher):
+            found = [launcher.processes[name] for name in sorted(self.plan.processes.keys() & launcher.processes.keys())]
+            ready = [process.spec.name for process in found if process.spec.role in self.hand_over and process.state == "ready"]
+            self.released = [launcher.release(name) for name in ready]
         if self._launcher is not None:
-            ready = [name for name, p in self._launcher.processes.items() if p.spec.role in self.hand_over and p.state == "ready"]
-            self.released = [self._launcher.release(name) for name in ready]
             await self._launcher.stop(STOP_DEADLINE_S)
 
     # ---- how many there are ----------------------------------------------------------------------------------------------
@@ -167,9 +188,7 @@ class Processes:
             elif process is not None and process.state != "ended":
                 continue
             spec = self.specs.of(placement)
-            if name in self.taken:
-                self._adopt(self.taken.pop(name), spec)
-            else:
+            if not self._adopt(name, spec):
                 await launcher.start(spec)
         if again == "reward" and self._run.scoring.client is not None:
             await self._resize(self._run.scoring.client)
@@ -262,8 +281,7 @@ class Processes:
             elif event.role == "reward":
                 reward = RewardClient(event.url, self._run.http)
                 self._run.scoring.attach(reward)
-                if self.wanted["reward"] != self._config.reward.workers:
-                    self._ask(self._resize(reward), "reward workers")  # asked for while it started
+                self._ask(self._resize(reward), "reward workers")  # it may have been told another number, or be of the run before
             elif event.role == "courier":
                 self._run.courier.attach(event.url, event.incarnation)
             elif event.role in self._config.roles:

@@ -32,6 +32,7 @@ from driver.launcher import StartFailed
 from driver.ledger import Upsert
 from driver.ledger_db import LedgerDB, LedgerError
 from driver.own_roles import OwnRoles
+from driver.planned import plan_of
 from driver.planner import PlanError
 from driver.prefix_log import PrefixLog
 from driver.processes import Processes
@@ -69,6 +70,7 @@ EXPECTED = (
 
 class Run:
     def __init__(self, config: RunConfig) -> None:
+        plan_of(config)  # what can not be started is refused before anything is made
         self.config = config
         config.directory.mkdir(parents=True, exist_ok=True)
         self.log_directory = config.directory / "logs"

@@ -87,6 +87,12 @@ class Wanted:
     def counts(self) -> dict[str, int]:
         return {role: self[role] for role in self._configured}
 
+    def follow(self, before: Wanted) -> None:
+        """Of the run whose processes this one takes over: what was asked for there, where both configurations say the same."""
+        for role, asked in before._asked.items():
+            if self._configured.get(role) == asked.configured and role not in self._asked:
+                self.ask(role, asked.count)
+
     def ask(self, role: str, count: int) -> None:
         asked = self._asked[role] = Asked(count, self._configured[role])
         self._db.write([Upsert("meta", {"name": PREFIX + role, "value": msgspec.json.encode(asked)})])

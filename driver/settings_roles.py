@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_serializer, model_validator
 
 from driver.schema import check_schema
 
@@ -26,6 +27,11 @@ class _Stream(_Section):
     def _kind_alone(cls, value: Any) -> Any:
         """`metrics: queue` for `metrics: {kind: queue}`."""
         return {"kind": value} if isinstance(value, str) else value
+
+    @model_serializer(mode="wrap")
+    def _as_written(self, serialize: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+        """As it stands in a configuration: a field of pydantic's can not be called schema."""
+        return {"schema" if name == "schema_" else name: value for name, value in serialize(self).items()}
 
     @field_validator("schema_")
     @classmethod

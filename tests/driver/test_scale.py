@@ -36,6 +36,20 @@ async def test_what_was_asked_for_holds_over_a_restart_until_the_configuration_s
     db.close()
 
 
+async def test_a_run_that_takes_over_has_the_number_that_was_asked_for_unless_its_configuration_says_another(tmp_path: Path) -> None:
+    db = LedgerDB(tmp_path / "ledger.sqlite")
+    db.load()
+    before = Wanted(db, {"rollout": 1, "reward": 1})
+    before.ask("rollout", 4)
+    before.ask("reward", 2)
+    await db.durable()
+    db.close()
+    nothing_before: Any = SimpleNamespace(query=lambda *_: [], write=lambda _: None)
+    after = Wanted(nothing_before, {"rollout": 1, "reward": 3})
+    after.follow(before)
+    assert after.counts == {"rollout": 4, "reward": 3}
+
+
 def test_the_words_say_what_happens() -> None:
     assert Scaled("rollout", 1, 2, ("engine-1",)).words == "rollout: 1 → 2; engine-1 will start"
     assert Scaled("rollout", 2, 2).words == "rollout: 2, as before"
