@@ -24,6 +24,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from driver import selfcheck
+from driver.commands_datasets import add_dataset_commands
 from driver.config import ConfigError, load_config
 from driver.doctor import examine
 from driver.keys import keys, section_at
@@ -207,6 +208,9 @@ def submit(
     append_to: Annotated[str | None, typer.Option(help="append to this open dataset")] = None,
     mapping: Annotated[str | None, typer.Option("--map", help="field mapping: prompt=question,answer=label")] = None,
     key: Annotated[str | None, typer.Option(help="idempotency key: the same key again adds nothing")] = None,
+    weight: Annotated[float | None, typer.Option(help="share of the samples against the other datasets' weights; default 1")] = None,
+    priority: Annotated[int | None, typer.Option(help="while a dataset of higher priority has rows, it gives all; default 0")] = None,
+    epochs: Annotated[str | None, typer.Option(help="passes over it, or forever; default: stop.epochs")] = None,
 ) -> None:
     """Submit a dataset to a run."""
     if not file.is_file():
@@ -218,10 +222,13 @@ def submit(
         pairs = [pair.partition("=") for pair in mapping.split(",")]
         params["mapping"] = json.dumps({target.strip(): field.strip() for target, _, field in pairs})
     path = f"/v1/runs/{name}/datasets"
+    share = {name: value for name, value in (("weight", weight), ("priority", priority), ("epochs", epochs)) if value is not None}
     if append_to:
+        if share:
+            fail("--weight, --priority and --epochs are a dataset's, not an append's: change them with headrace mix")
         path += f"/{append_to}/rows"
     else:
-        params |= {"name": file.name, "close": str(not keep_open).lower()}
+        params |= {"name": file.name, "close": str(not keep_open).lower(), **share}
     headers = {"content-type": "application/octet-stream"} | ({"idempotency-key": key} if key else {})
     with file.open("rb") as body:
         reply = service.call("POST", path, params=params, headers=headers, content=body)
@@ -425,6 +432,9 @@ def selfcheck_loss(
     except ConfigError as error:
         fail(str(error), 2)
     raise typer.Exit(subprocess.run(argv).returncode)
+
+
+add_dataset_commands(app, Service, out, fail)
 
 
 def main() -> None:

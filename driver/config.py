@@ -17,7 +17,7 @@ from typing import Any, get_args
 import yaml
 from pydantic import ValidationError
 
-from driver.settings import ModelConfig, RewardConfig, RunConfig, ScorerConfig, TrainerConfig
+from driver.settings import ModelConfig, RunConfig, ScorerConfig, TrainerConfig
 from rollout.sglang.spec import has_cuda_device, located
 from trainer.layout import misfit
 
@@ -94,9 +94,13 @@ def _check_files(config: RunConfig, base: Path) -> RunConfig:
             rollout = rollout.model_copy(update={"sglang": located(rollout.sglang, base)})
         except ValueError as error:
             raise ConfigError(f"rollout.sglang: {error}") from None
-    data = (base / config.data).resolve() if config.data else None
-    if data and not data.is_file():
-        raise ConfigError(f"data: there is no file {data}")
+    data = [each.model_copy(update={"path": (base / each.path).resolve()}) for each in config.data]
+    if missing := next((each.path for each in data if not each.path.is_file()), None):
+        raise ConfigError(f"data: there is no file {missing}")
+    curriculum = config.curriculum
+    if curriculum is not None:
+        function = _own_function(curriculum.function, base, "curriculum.function")
+        curriculum = curriculum.model_copy(update={"function": function})
     roots = [(base / root).resolve() for root in config.service.data_roots]
     return config.model_copy(
         update={
@@ -105,6 +109,7 @@ def _check_files(config: RunConfig, base: Path) -> RunConfig:
             "reward": config.reward.model_copy(update={"scorers": scorers}),
             "trainer": _trainer_files(trainer, base),
             "data": data,
+            "curriculum": curriculum,
             "service": config.service.model_copy(update={"data_roots": roots}),
         }
     )
@@ -202,8 +207,9 @@ def _names_at(location: tuple[Any, ...]) -> list[str]:
     for part in location:
         field = section.model_fields.get(part) if hasattr(section, "model_fields") else None
         if field is None:
-            section = ScorerConfig if section is RewardConfig or part else section
+            if isinstance(part, str):  # a number is a place in a list
+                section = ScorerConfig
             continue
-        kinds = (field.annotation, *get_args(field.annotation))  # a section may be optional
+        kinds = (field.annotation, *get_args(field.annotation))  # a section may be optional, or there may be a list of it
         section = next((kind for kind in kinds if hasattr(kind, "model_fields")), section)
     return list(getattr(section, "model_fields", {}))

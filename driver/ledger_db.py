@@ -22,6 +22,7 @@ import msgspec
 
 from driver.events import Leaf
 from driver.ledger import ASSEMBLED, COMMITTED, FINISHED, Batch, Ledger, Sample, Trajectory, Upsert, kind_of, traj_uid_of
+from driver.mix import Cursor, Walk
 
 SCHEMA_VERSION = 1
 _SCHEMA = """
@@ -40,7 +41,16 @@ CREATE TABLE trajectories (uid INTEGER NOT NULL, idx INTEGER NOT NULL, state TEX
 CREATE TABLE batches (batch_id INTEGER PRIMARY KEY, state TEXT NOT NULL, uids BLOB, plan BLOB, skipped TEXT, report BLOB,
   assembled_at REAL, applied_at REAL, committed_at REAL);
 """
+_LATER = """
+CREATE TABLE IF NOT EXISTS mixes (number INTEGER PRIMARY KEY, from_uid INTEGER NOT NULL, decided_by TEXT NOT NULL, why TEXT NOT NULL,
+  decided_at REAL NOT NULL, trained_version INTEGER NOT NULL, changes BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS solved_rows (segment INTEGER NOT NULL, row_index INTEGER NOT NULL, pass_index INTEGER NOT NULL, uid INTEGER,
+  trajectories INTEGER, solved_at REAL, skipped_at REAL, PRIMARY KEY (segment, row_index, pass_index)) WITHOUT ROWID;
+"""
+"""Tables that came after version 1 and may be missing: whoever reads the ledger without them loses nothing."""
 _KEYS = {
+    "mixes": ("number",),
+    "solved_rows": ("segment", "row_index", "pass_index"),
     "meta": ("name",),
     "datasets": ("dataset_id",),
     "segments": ("segment",),
@@ -125,6 +135,7 @@ class LedgerDB:
                 raise LedgerError(
                     f"{path} was written by a newer Headrace (schema {version}, known {SCHEMA_VERSION}); upgrade, or use another run_dir"
                 )
+            connection.executescript(f"BEGIN; {_LATER} COMMIT;")
             return connection
         except sqlite3.DatabaseError as error:
             raise LedgerError(f"{path} can not be opened as a ledger ({error}); move it away to start anew, or restore a copy") from error
@@ -214,7 +225,10 @@ class LedgerDB:
         ledger.epoch = meta.get("epoch", 0)
         ledger.checkpoint = meta.get("checkpoint")
         ledger.ended = meta.get("ended")
-        ledger.cursor = tuple(meta.get("cursor", (0, 0, 0)))
+        ledger.cursor = self._cursor(meta.get("cursor", {}))
+        ledger.mixes = self.query("SELECT count(*) FROM mixes")[0][0]
+        solved = self.query("SELECT segment, row_index, max(pass_index) FROM solved_rows WHERE skipped_at IS NULL GROUP BY 1, 2")
+        ledger.solved = {(segment, row_index): pass_index for segment, row_index, pass_index in solved}
         for state, outcome, reason, count in self.query("SELECT state, outcome, reason, count(*) FROM trajectories GROUP BY 1, 2, 3"):
             ledger.counts.registered += count
             ledger.counts.by_state[state] += count
@@ -238,6 +252,18 @@ class LedgerDB:
         assert ledger.counts.balanced(), "A1: the ledger on disk does not balance"
         assert all(b.state != ASSEMBLED or b.batch_id >= ledger.trained_version for b in ledger.batches.values())
         return ledger
+
+    def _cursor(self, stored: Any) -> Cursor:
+        """By dataset. One place for all of them, as it was kept before datasets were mixed, is every dataset's: what a dataset had before
+        it is walked, what lies behind it is not."""
+        if isinstance(stored, dict):
+            return msgspec.convert(stored, Cursor)
+        pass_index, segment, position = stored
+        sizes = self.query(
+            "SELECT d.dataset_id, count(s.uid) FROM datasets d LEFT JOIN segments g ON g.dataset_id = d.dataset_id "
+            "LEFT JOIN samples s ON s.segment = g.segment GROUP BY 1"
+        )
+        return {i: Walk(pass_index=pass_index, segment=segment, position=position, registered=count) for i, count in sizes}
 
     def _live_samples(self) -> Iterator[Sample]:
         decode = msgspec.json.Decoder(tuple[Leaf, ...])

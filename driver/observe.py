@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from driver import observe_data
 from driver.ledger import Trajectory, traj_uid_of
 
 if TYPE_CHECKING:
@@ -50,7 +51,8 @@ def status(run: Run) -> dict[str, Any]:
         "staleness_max": max((s for s, c in ledger.staleness.items() if c), default=0),
         "staleness_bound": config.staleness.bound,
         "logprob_gap_max": run.history.gap_max,
-        "datasets": [msgspec.to_builtins(d) for d in run.core.feed.datasets()],
+        "datasets": observe_data.datasets(run),
+        "filtered_samples": observe_data.filtered_samples(run),
         "alarms": alarms(run),
         "why": why(run)["waits"],
     }
@@ -58,6 +60,10 @@ def status(run: Run) -> dict[str, Any]:
 
 def alarms(run: Run) -> list[str]:
     """What a person should look at, though the run goes on."""
+    return [*_skipped_batches(run), *run.core.alarms.values()]
+
+
+def _skipped_batches(run: Run) -> list[str]:
     skipped = list(itertools.takewhile(lambda batch: batch.get("skipped"), reversed(run.history.recent)))
     if len(skipped) < ALARM_SKIPPED_BATCHES:
         return []
@@ -184,14 +190,15 @@ def why(run: Run) -> dict[str, Any]:
 
 
 def sentence(run: Run) -> str:
-    """Why the slower side waits, in one sentence: for the trainer also what it waits for in turn. And which engines are out of use."""
+    """Why the slower side waits, in one sentence: for the trainer also what it waits for in turn. And which engines are out of use, and
+    whether the filter takes everything."""
     if run.failure:
         return f"The run has stopped: {run.failure}"
     if run.state in ("finished", "stopped"):
         return f"The run is {run.state}" + (f": {run.core.ledger.ended}." if run.core.ledger.ended else ".")
     now = time.monotonic()
     waits = run.core.waits
-    replaced = [waits[side].reason for side in waits if side.startswith("engine ")]
+    replaced = [waits[side].reason for side in waits if side.startswith("engine ") or side == "filter"]
     side = next((side for side in ("trainer", "reward", "rollout") if side in waits), None)
     if side is None:
         return "; ".join(replaced) or "Nothing waits: engines and trainer are both at work."
@@ -227,6 +234,7 @@ def gauges(run: Run) -> dict[str, float]:
         "headrace_push_last_seconds": run.pusher.seconds,
         "headrace_store_used_bytes": float(run.store_stats().used_bytes),
         "headrace_store_capacity_bytes": float(run.config.store.capacity_bytes),
+        **observe_data.gauges(run),
         **run.pool.gauges(),
     }
 

@@ -18,6 +18,7 @@ import orjson
 
 from driver.archive import Archive
 from driver.core import Core
+from driver.curriculum import Curriculum
 from driver.dispatch import Dispatch
 from driver.distributed import Courier, DistributedTransport
 from driver.engine_watch import EngineWatch
@@ -118,6 +119,8 @@ class Run:
         self.state = "starting"
         self.failure: str | None = None
         self.history = History(self)
+        self.dispatch.judge.pause = self.pause
+        self.curriculum = Curriculum(self, config.curriculum) if config.curriculum is not None else None
         self._stop = asyncio.Event()
         self._store_gone = False
 
@@ -135,6 +138,7 @@ class Run:
             self.failure, self.state = str(error), "failed"
             await self._wind_down()
             return
+        self.dispatch.judge.recall()
         training = asyncio.create_task(self.training.run(), name="training")
         others = [
             asyncio.create_task(coroutine, name=name)
@@ -146,6 +150,7 @@ class Run:
                 ("engine watch", self.engine_watch.run()),
                 ("tick", self._tick_loop()),
                 *([("routing", self.routing.run())] if self.routing is not None else []),
+                *([("curriculum", self.curriculum.run())] if self.curriculum is not None else []),
             )
         ]
         stop = asyncio.create_task(self._stop.wait(), name="stop")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from driver.events import Leaf, SampleRegistered, TrajectoryReady
 from driver.ledger import Ledger, traj_uid_of
+from driver.mix import Walk
 
 
 def register(ledger: Ledger, *, tag: int = 0, bound: int = 2, n: int = 2) -> SampleRegistered:
-    position = ledger.cursor[2]
+    position = ledger.cursor.get("", Walk()).position
     return SampleRegistered(
         uid=ledger.next_uid,
         segment=0,

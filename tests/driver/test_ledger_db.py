@@ -52,7 +52,7 @@ def view(ledger: Ledger) -> dict[str, object]:
             ledger.committed_version,
             ledger.serving_version,
             ledger.epoch,
-            tuple(ledger.cursor),
+            ledger.cursor,
             ledger.samples_taken,
         ),
     }
