@@ -92,12 +92,13 @@ class Judge:
         config = self._config
         right = sum(is_right(t, config.right_from) for t in ready)
         reason = why_filtered([t.reward or 0.0 for t in ready], right, config)
+        known = self._core.ledger.solved.get((sample.segment, sample.row_index)) == sample.pass_index
+        if config.skip_solved and right == len(ready) == len(sample.trajectories) and not known:
+            self._core.apply(RowSolved(uid=sample.uid, of=right, time=time.time()))
         if task_type is None:
             return reason
         dataset_id = self._core.feed.dataset_of(sample.segment)
         self.rates.observe(dataset_id, observation(ready, task_type, sample.version_tag, config.right_from))
-        if config.skip_solved and right == len(ready) == len(sample.trajectories):
-            self._core.apply(RowSolved(uid=sample.uid, of=right, time=time.time()))
         if reason is None:
             self.streak.kept()
             self._say(None)

@@ -50,7 +50,8 @@ async def add(
         raise FeedError("a first dataset of weight 0 would give no row: leave its weight out, or give it one above 0")
 
     def with_share(made: str) -> list[Upsert]:
-        return core.ledger.apply(MixChanged(changes={made: share}, by=by, time=time.time())) if share else []
+        """Its arrival is in the list of changes too, with whatever share."""
+        return core.ledger.apply(MixChanged(changes={made: share}, by=by, time=time.time())) if dataset_id is None else []
 
     batches = scorable(read_rows(source, mapping=mapping), core.config)
     added = await core.feed.add(dataset_id, name, batches, key, digest, also=with_share)
