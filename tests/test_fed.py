@@ -15,7 +15,7 @@ from tests.test_endings import run_to_the_end
 
 REWARD = """
 def score(response, row):
-    return 1.0 if row["answer"] == "easy" else float(len(response) % 2)
+    return 1.0 if row["answer"] == "easy" or (response and int(response[0], 36) % 2) else 0.0
 """
 CURRICULUM = """
 def weights(state):
@@ -32,7 +32,7 @@ def walked(directory: Path) -> dict[str, Counter[tuple[int, int, int]]]:
     found: dict[str, Counter[tuple[int, int, int]]] = {}
     with sqlite3.connect(directory / "ledger.sqlite") as ledger:
         for name, *row in ledger.execute(
-            "SELECT d.name, s.segment, s.row_index, s.pass_index FROM samples s JOIN segments USING (segment) JOIN datasets d USING (dataset_id)"
+            "SELECT name, segment, row_index, pass_index FROM samples JOIN segments USING (segment) JOIN datasets USING (dataset_id)"
         ):
             found.setdefault(name, Counter())[tuple(row)] += 1  # type: ignore[index]
     return found
@@ -91,6 +91,7 @@ def test_H7_a_filter_that_takes_everything_pauses_the_run_with_the_cause_and_it_
 def test_W2_O4_kills_appends_changed_shares_and_a_curriculum_give_each_row_exactly_once_a_pass(tmp_path):
     """Five kills of the driver in two passes over three datasets, of which one grows meanwhile."""
     (tmp_path / "curriculum.py").write_text(CURRICULUM)
+    (tmp_path / "reward.py").write_text(REWARD)
     service = ServiceUnderTest(
         tmp_path / "run",
         "batch.samples=4",
@@ -98,6 +99,7 @@ def test_W2_O4_kills_appends_changed_shares_and_a_curriculum_give_each_row_exact
         "checkpoint.every=2",
         "trainer.schedule=constant",
         "stop={batches: null, epochs: 2}",
+        f"reward.scorers={json.dumps({'*': {'function': f'{tmp_path}/reward.py:score'}})}",
         "filter={equal_rewards: true}",
         f"curriculum={{function: {tmp_path}/curriculum.py:weights, every_batches: 2}}",
     )
