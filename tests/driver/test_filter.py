@@ -143,6 +143,7 @@ async def test_H7_when_all_groups_are_filtered_an_alarm_names_the_cause_and_afte
     assert "the run is paused: headrace resume" in words and its.core.waits["filter"].reason == words
     its.sample(1.0, 0.0)
     assert "filter" not in its.core.alarms and "filter" not in its.core.waits, "one that passes ends it"
+    assert its.dispatch.judge.streak.samples == 0, "and the count begins anew"
 
 
 async def test_pass_rates_count_what_was_filtered_too_and_come_back_after_a_restart(lab):
