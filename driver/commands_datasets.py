@@ -113,7 +113,7 @@ def datasets_table(datasets: list[dict[str, Any]]) -> Table:
 def changes_table(changes: list[dict[str, Any]]) -> Table:
     table = Table("when", "by", "from sample", "version", "what", "why", box=None, pad_edge=False)
     for each in changes:
-        what = "; ".join(f"{dataset_id} {_words(change)}" for dataset_id, change in each["changes"].items())
+        what = "; ".join(f"{dataset_id} {_words(change) or 'arrived'}" for dataset_id, change in each["changes"].items())
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(each["time"]))
         table.add_row(when, each["by"], str(each["from_uid"]), str(each["trained_version"]), what, escape(each["why"]))
     return table
