@@ -24,7 +24,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from driver import selfcheck
-from driver.commands_datasets import add_dataset_commands
+from driver.commands_datasets import add_dataset_commands, mapping_json
 from driver.config import ConfigError, load_config
 from driver.doctor import examine
 from driver.keys import keys, section_at
@@ -205,7 +205,6 @@ def submit(
     url: Url = None,
     run: RunName = None,
     keep_open: Annotated[bool, typer.Option(help="more rows will follow: the run does not end when these are walked")] = False,
-    append_to: Annotated[str | None, typer.Option(help="append to this open dataset")] = None,
     mapping: Annotated[str | None, typer.Option("--map", help="field mapping: prompt=question,answer=label")] = None,
     key: Annotated[str | None, typer.Option(help="idempotency key: the same key again adds nothing")] = None,
     weight: Annotated[float | None, typer.Option(help="share of the samples against the other datasets' weights; default 1")] = None,
@@ -217,21 +216,11 @@ def submit(
         fail(f"there is no file {file}")
     service = Service(url)
     name = service.run(run)
-    params: dict[str, Any] = {}
-    if mapping:
-        pairs = [pair.partition("=") for pair in mapping.split(",")]
-        params["mapping"] = json.dumps({target.strip(): field.strip() for target, _, field in pairs})
-    path = f"/v1/runs/{name}/datasets"
-    share = {name: value for name, value in (("weight", weight), ("priority", priority), ("epochs", epochs)) if value is not None}
-    if append_to:
-        if share:
-            fail("--weight, --priority and --epochs are a dataset's, not an append's: change them with headrace mix")
-        path += f"/{append_to}/rows"
-    else:
-        params |= {"name": file.name, "close": str(not keep_open).lower(), **share}
+    given = {"mapping": mapping_json(mapping), "weight": weight, "priority": priority, "epochs": epochs}
+    params = {"name": file.name, "close": str(not keep_open).lower()} | {key: value for key, value in given.items() if value is not None}
     headers = {"content-type": "application/octet-stream"} | ({"idempotency-key": key} if key else {})
     with file.open("rb") as body:
-        reply = service.call("POST", path, params=params, headers=headers, content=body)
+        reply = service.call("POST", f"/v1/runs/{name}/datasets", params=params, headers=headers, content=body)
     out.print(
         f"dataset {reply['dataset_id']}: {reply['rows_added']} rows added, {reply['rows']} in all" + (", closed" if reply["closed"] else "")
     )

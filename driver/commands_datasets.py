@@ -1,5 +1,6 @@
 """The command line's part for datasets: what each gives, more rows, no more rows, another share. All over REST, as `curl` would do it."""
 
+import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -45,6 +46,7 @@ def add_dataset_commands(
         dataset_id: Annotated[str, typer.Argument(help="an open dataset: headrace datasets lists them")],
         url: Url = None,
         run: RunName = None,
+        mapping: Annotated[str | None, typer.Option("--map", help="field mapping: prompt=question,answer=label")] = None,
         key: Annotated[str | None, typer.Option(help="idempotency key: the same key again adds nothing")] = None,
     ) -> None:
         """Append rows to an open dataset, while the run goes on."""
@@ -52,8 +54,10 @@ def add_dataset_commands(
             fail(f"there is no file {file}")
         service = connect(url)
         headers = {"content-type": "application/octet-stream"} | ({"idempotency-key": key} if key else {})
+        params = {} if mapping is None else {"mapping": mapping_json(mapping)}
+        path = f"/v1/runs/{service.run(run)}/datasets/{dataset_id}/rows"
         with file.open("rb") as body:
-            reply = service.call("POST", f"/v1/runs/{service.run(run)}/datasets/{dataset_id}/rows", headers=headers, content=body)
+            reply = service.call("POST", path, params=params, headers=headers, content=body)
         out.print(f"dataset {dataset_id}: {reply['rows_added']} rows added, {reply['rows']} in all", highlight=False)
 
     @app.command()
@@ -85,6 +89,14 @@ def add_dataset_commands(
         service = connect(url)
         reply = service.call("PATCH", f"/v1/runs/{service.run(run)}/datasets/{dataset_id}", json=body)
         out.print(datasets_table([reply]))
+
+
+def mapping_json(pairs: str | None) -> str | None:
+    """`prompt=question,answer=label` as the service takes it."""
+    if not pairs:
+        return None
+    split = [pair.partition("=") for pair in pairs.split(",")]
+    return json.dumps({target.strip(): field.strip() for target, _, field in split})
 
 
 def datasets_table(datasets: list[dict[str, Any]]) -> Table:

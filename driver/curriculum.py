@@ -106,8 +106,11 @@ async def call(function: str, argument: Any, deadline_s: float, log_path: Path) 
     """What the user's function returns, in a process that is killed at the deadline; what it prints goes to the log. CurriculumFailed."""
     argv = [sys.executable, "-P", "-m", "reward.call", function, os.getcwd(), str(os.getpid())]
     pipe = asyncio.subprocess.PIPE
-    with log_path.open("ab") as log_file:
-        process = await asyncio.create_subprocess_exec(*argv, stdin=pipe, stdout=pipe, stderr=log_file, start_new_session=True)
+    try:
+        with log_path.open("ab") as log_file:
+            process = await asyncio.create_subprocess_exec(*argv, stdin=pipe, stdout=pipe, stderr=log_file, start_new_session=True)
+    except OSError as error:  # no process to be had, or no file: neither is a reason for the run to end
+        raise CurriculumFailed(f"its process could not be started: {error}") from error
     try:
         async with asyncio.timeout(deadline_s):
             out, _ = await process.communicate(msgspec.json.encode(argument))

@@ -193,7 +193,7 @@ class Ledger:
         return [
             self._sample_row(sample),
             *[self._trajectory_row(t) for t in sample.trajectories],
-            self._meta("cursor", self.cursor),
+            *self._walks(e.dataset_id, *e.credits),
             self._meta("next_uid", self.next_uid),
         ]
 
@@ -230,7 +230,7 @@ class Ledger:
                 writes.append(self._trajectory_row(trajectory))
         if e.filtered_from is not None:
             self.cursor.setdefault(e.filtered_from, Walk()).filtered += 1
-            writes.append(self._meta("cursor", self.cursor))
+            writes += self._walks(e.filtered_from)
         return writes + self._forget_if_over(sample)
 
     def _on_RowsLost(self, e: RowsLost) -> list[Upsert]:
@@ -348,7 +348,7 @@ class Ledger:
         self.mixes += 1
         row = {"number": self.mixes - 1, "from_uid": self.next_uid, "decided_by": e.by, "why": e.why, "decided_at": e.time}
         row |= {"trained_version": self.trained_version, "changes": msgspec.json.encode(e.changes)}
-        return [self._meta("cursor", self.cursor), Upsert("mixes", row)]
+        return [*self._walks(*e.changes), Upsert("mixes", row)]
 
     def _on_RowSolved(self, e: RowSolved) -> list[Upsert]:
         sample = self.samples[e.uid]
@@ -364,7 +364,7 @@ class Ledger:
         walk = self._moved(e.dataset_id, e.pass_index, e.segment, e.position)
         walk.skipped += 1
         row = {"segment": e.segment, "row_index": e.row_index, "pass_index": solved_in, "skipped_at": e.time}
-        return [self._meta("cursor", self.cursor), Upsert("solved_rows", row)]
+        return [*self._walks(e.dataset_id), Upsert("solved_rows", row)]
 
     def _on_RunEnded(self, e: RunEnded) -> list[Upsert]:
         self.ended = e.how
@@ -377,6 +377,10 @@ class Ledger:
         walk = self.cursor.setdefault(dataset_id, Walk())
         walk.pass_index, walk.segment, walk.position = pass_index, segment, position + 1
         return walk
+
+    def _walks(self, *dataset_ids: str) -> list[Upsert]:
+        """One row a dataset, so that a sample costs no more when there are a thousand datasets that are walked."""
+        return [self._meta(f"cursor/{dataset_id}", self.cursor[dataset_id]) for dataset_id in dict.fromkeys(dataset_ids)]
 
     def _in_state(self, traj_uid: str, *states: str) -> Trajectory:
         trajectory = self.trajectory(traj_uid)

@@ -225,7 +225,7 @@ class LedgerDB:
         ledger.epoch = meta.get("epoch", 0)
         ledger.checkpoint = meta.get("checkpoint")
         ledger.ended = meta.get("ended")
-        ledger.cursor = self._cursor(meta.get("cursor", {}))
+        ledger.cursor = self._cursor(meta)
         ledger.mixes = self.query("SELECT count(*) FROM mixes")[0][0]
         solved = self.query("SELECT segment, row_index, max(pass_index) FROM solved_rows WHERE skipped_at IS NULL GROUP BY 1, 2")
         ledger.solved = {(segment, row_index): pass_index for segment, row_index, pass_index in solved}
@@ -253,17 +253,19 @@ class LedgerDB:
         assert all(b.state != ASSEMBLED or b.batch_id >= ledger.trained_version for b in ledger.batches.values())
         return ledger
 
-    def _cursor(self, stored: Any) -> Cursor:
-        """By dataset. One place for all of them, as it was kept before datasets were mixed, is every dataset's: what a dataset had before
-        it is walked, what lies behind it is not."""
-        if isinstance(stored, dict):
-            return msgspec.convert(stored, Cursor)
-        pass_index, segment, position = stored
+    def _cursor(self, meta: dict[str, Any]) -> Cursor:
+        """By dataset. The one place for all of them, as it was kept before datasets were mixed, is that of every dataset that has none of
+        its own yet: what lay before it is walked, what lies behind it is not."""
+        own = {name.partition("/")[2]: msgspec.convert(value, Walk) for name, value in meta.items() if name.startswith("cursor/")}
+        if "cursor" not in meta:
+            return own
+        pass_index, segment, position = meta["cursor"]
         sizes = self.query(
             "SELECT d.dataset_id, count(s.uid) FROM datasets d LEFT JOIN segments g ON g.dataset_id = d.dataset_id "
             "LEFT JOIN samples s ON s.segment = g.segment GROUP BY 1"
         )
-        return {i: Walk(pass_index=pass_index, segment=segment, position=position, registered=count) for i, count in sizes}
+        old = {i: Walk(pass_index=pass_index, segment=segment, position=position, registered=count) for i, count in sizes}
+        return old | own
 
     def _live_samples(self) -> Iterator[Sample]:
         decode = msgspec.json.Decoder(tuple[Leaf, ...])

@@ -130,3 +130,10 @@ async def test_H5_a_function_that_never_returns_is_killed_at_its_deadline_and_th
     its.curriculum._config = its.config.model_copy(update={"function": f"{its.directory}/curriculum.py:by_name", "deadline_s": 30.0})
     await its.curriculum.ask()
     assert its.weight == 4.0 and not its.lab.core.alarms
+
+
+async def test_H8_a_process_that_can_not_be_started_is_an_alarm_too(taught):
+    its = await taught("by_name")
+    its.run.log_directory = its.directory / "nowhere"
+    await its.curriculum.ask()
+    assert "its process could not be started" in its.lab.core.alarms["curriculum"] and its.weight == 1.0

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
+import uvicorn
+from typer.testing import CliRunner
 
 from driver import submits
+from driver.cli import app as cli
 from driver.commands_datasets import changes_table, datasets_table
 from driver.core import Core
 from driver.feed import Feed
@@ -161,6 +168,61 @@ async def test_solved_rows_are_listed_page_by_page_with_what_showed_it(rest):
     rest_of_it = (await rest.call("GET", "/d000000/solved", params={"limit": 2, "after": page["next"]})).json()
     assert [each["uid"] for each in page["items"] + rest_of_it["items"]] == [0, 1, 2] and rest_of_it["next"] is None
     assert page["items"][1]["why"] == "2 of 2 trajectories of sample 1 were right" and page["items"][1]["skipped_at"] is None
+
+
+# ---- the command line, over real HTTP --------------------------------------------------------------------------------------
+
+
+@contextmanager
+def served(lab: Lab) -> Iterator[str]:
+    run: Any = SimpleNamespace(core=lab.core, config=lab.config, dispatch=lab.dispatch)
+    lab.core.config.directory.mkdir(parents=True, exist_ok=True)
+    app = create_app({"r": run}, token=None, loopback=True, shutdown=lambda: None)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off"))
+        thread = threading.Thread(target=server.run, args=([listener],))
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join(30)
+
+
+def test_the_commands_submit_mix_append_close_and_show_and_say_what_is_wrong_in_a_sentence(tmp_path):
+    lab = Lab(tmp_path, f"run_dir={tmp_path}/run")
+    (tmp_path / "a.jsonl").write_bytes(body("a0", "a1"))
+    (tmp_path / "more.jsonl").write_bytes(body("b0"))
+    try:
+        with served(lab) as url:
+
+            def headrace(*argv: str, status: int = 0) -> str:
+                done = CliRunner().invoke(cli, [*argv, "--url", url, "--run", "r"], env={"COLUMNS": "200"})
+                assert done.exit_code == status, done.output
+                return " ".join((done.output + done.stderr).split())
+
+            file, more = str(tmp_path / "a.jsonl"), str(tmp_path / "more.jsonl")
+            wrong = headrace("submit", file, "--weight", "-1", status=1)
+            assert "weight -1.0 is no share" in wrong
+            assert "2 rows added, 2 in all, closed" in headrace("submit", file, "--weight", "3", "--epochs", "2")
+            assert "1 rows added" in headrace("submit", more, "--keep-open", "--priority", "1")
+            assert "1 rows added, 2 in all" in headrace("append", more, "d000001", "--key", "k")
+            assert "0 rows added, 2 in all" in headrace("append", more, "d000001", "--key", "k")
+            assert "is closed" in headrace("close", "d000001")
+            assert "is closed; submit a new one" in headrace("append", more, "d000001", status=1)
+            assert "1 of ever 0.5" in headrace("mix", "d000001", "--weight", "0.5", "--epochs", "forever")
+            for argv, words in (
+                (("--weight", "nan"), "finite number"),
+                (("--epochs", "often"), "write a number of passes, or forever"),
+                ((), "nothing to change"),
+            ):
+                assert words in headrace("mix", "d000001", *argv, status=1)
+            assert "there is no dataset 'd7'; known: d000000, d000001" in headrace("mix", "d7", "--weight", "1", status=1)
+            shown = headrace("datasets")
+            assert "a.jsonl 2 0 1 of 2 3 0 - - 0 0 0 -" in shown and "more.jsonl 2 0 1 of ever 0.5 1 100%" in shown
+            assert "d000001 weight 0.5, epochs forever" in headrace("datasets", "--changes")
+    finally:
+        lab.close()
 
 
 # ---- from the configuration ------------------------------------------------------------------------------------------------
