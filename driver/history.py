@@ -7,7 +7,7 @@ import logging
 import time
 from typing import TYPE_CHECKING, Any
 
-from driver import observe
+from driver import observe, observe_data
 from driver.archive import MetricsLog, read_metrics
 from trainer.wire import TrainReport
 
@@ -72,6 +72,8 @@ class History:
             "serving_version": ledger.serving_version,
             "epoch": ledger.epoch,
             "discarded_total": ledger.counts.by_outcome["discarded"],
+            "filtered_samples_total": observe_data.filtered_samples(self._run),
+            "samples_by_dataset": dict(collections.Counter(self._run.core.feed.dataset_of(s.segment) for s in samples)),
         }
         while self.recent and self.recent[-1]["batch_id"] >= batch_id:  # a replay
             self.recent.pop()

@@ -56,6 +56,16 @@ def test_H2_W2_two_datasets_with_their_own_passes_end_with_status_0_and_the_filt
     assert all(size == 4 for size in sizes[:-1]) and sum(sizes) * 4 == kinds["trained", ""]
 
 
+@pytest.mark.slow
+def test_H2_a_run_of_which_the_filter_takes_every_sample_ends_with_status_0_and_every_end_has_its_reason(tmp_path):
+    rows = [{"prompt": f"sort {n} =", "answer": "raise" if n == 35 else "x"} for n in range(31, 41)]
+    settings = ["filter={max_pass_rate: 1, min_pass_rate: 0.99}", "stop.batches=null", "stop.epochs=1"]
+    run = run_to_the_end(tmp_path, rows, *settings)
+    assert read_metrics(run) == []
+    kinds = Counter((end.reason or "").partition(":")[0] for end in read_trajectories(run / "archive"))
+    assert kinds == {"filtered": 9 * 4, "data": 4}
+
+
 def test_H7_a_filter_that_takes_everything_pauses_the_run_with_the_cause_and_it_goes_on_when_that_is_mended(tmp_path):
     (tmp_path / "reward.py").write_text(REWARD)
     service = ServiceUnderTest(

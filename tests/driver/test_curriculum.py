@@ -13,7 +13,7 @@ from driver import submits
 from driver.curriculum import Curriculum
 from driver.events import BatchApplied, BatchAssembled
 from driver.settings_data import CurriculumConfig
-from tests.driver.feeding import Lab
+from tests.driver.feeding import ROOT, Lab
 
 FUNCTIONS = """
 import os, sys, time
@@ -130,6 +130,16 @@ async def test_H5_a_function_that_never_returns_is_killed_at_its_deadline_and_th
     its.curriculum._config = its.config.model_copy(update={"function": f"{its.directory}/curriculum.py:by_name", "deadline_s": 30.0})
     await its.curriculum.ask()
     assert its.weight == 4.0 and not its.lab.core.alarms
+
+
+async def test_the_example_gives_most_weight_where_half_of_the_answers_are_right(taught):
+    its = await taught("by_name", params={"least": 0.1})
+    its.curriculum._config = its.config.model_copy(update={"function": f"{ROOT}/examples/curriculum/curriculum.py:weights"})
+    for rewards, weight in (((), 1.0), ((1.0, 0.0), 1.0), ((0.0, 0.0), 0.75)):
+        if rewards:
+            its.lab.sample(*rewards)
+        await its.curriculum.ask()
+        assert its.weight == pytest.approx(weight) and not its.lab.core.alarms
 
 
 async def test_H8_a_process_that_can_not_be_started_is_an_alarm_too(taught):
