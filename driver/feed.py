@@ -15,9 +15,9 @@ import asyncio
 import bisect
 import random
 import time
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
 from itertools import islice
 
 import msgspec
@@ -61,11 +61,11 @@ class _Entry:
         return sum(rows for _, rows in self.segments)
 
 
-@lru_cache(maxsize=256)
-def _order(seed: int, pass_index: int, segment: int, rows: int) -> list[int]:
+def shuffled(seed: int, pass_index: int, segment: int, rows: int) -> array[int]:
+    """The order of a segment's rows in one pass. Ledgers depend on it: a walk in the middle of a pass goes on in this order."""
     order = list(range(rows))
     random.Random(f"{seed}/{pass_index}/{segment}").shuffle(order)
-    return order
+    return array("Q", order)
 
 
 _NEW = Walk()
@@ -86,6 +86,7 @@ class Feed:
             self._dataset_of[segment] = dataset_id
         keyed = "SELECT idempotency_key, dataset_id, digest FROM segments WHERE idempotency_key IS NOT NULL"
         self._keys: dict[str, tuple[str, str | None]] = {key: (dataset_id, digest) for key, dataset_id, digest in db.query(keyed)}
+        self._orders: dict[int, tuple[int, array[int]]] = {}
         self._adding = asyncio.Lock()
         self._next_segment = max(self._dataset_of, default=-1) + 1
         self._decoder = msgspec.json.Decoder(DataRow)
@@ -113,8 +114,15 @@ class Feed:
             return None
         dataset_id, credits = chosen
         pass_index, segment, position, rows = places[dataset_id]
-        row_index = _order(self._seed, pass_index, segment, rows)[position] if self._shuffle else position
+        row_index = self._order(pass_index, segment, rows)[position] if self._shuffle else position
         return Place(dataset_id, pass_index, segment, position, row_index, credits)
+
+    def _order(self, pass_index: int, segment: int, rows: int) -> array[int]:
+        """Kept for the present pass of each segment: 8 bytes a row."""
+        kept = self._orders.get(segment)
+        if kept is None or kept[0] != pass_index:
+            kept = self._orders[segment] = (pass_index, shuffled(self._seed, pass_index, segment, rows))
+        return kept[1]
 
     def exhausted(self, cursor: Mapping[str, Walk]) -> bool:
         """No further row will ever come: input closed and the last pass of every dataset walked."""
@@ -206,6 +214,8 @@ class Feed:
                 await self._db.durable()
             if count == 0:
                 raise FeedError("the dataset has no rows")
+            if self._shuffle:  # a million rows take most of a second: not in the loop that asks for the first of them
+                self._orders[segment] = (0, await asyncio.to_thread(shuffled, self._seed, 0, segment, count))
             if dataset_id is not None and self._get(dataset_id).closed:  # meanwhile: its next pass may have begun without these rows
                 raise FeedError(f"dataset {dataset_id} was closed before these rows were read; submit a new one")
             self._next_segment += 1

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from driver.datasets import DatasetError
 from driver.events import MixChanged, RowSolved
-from driver.feed import Feed, FeedError
+from driver.feed import Feed, FeedError, shuffled
 from driver.ledger import Upsert
 from driver.mix import Change
 from tests.driver.feeding import Fed, rows
@@ -56,6 +56,10 @@ async def test_rows_appended_in_the_middle_of_a_pass_move_nothing(tmp_path):
     await fed.feed.close(dataset)
     assert fed.feed.next_place(fed.ledger.cursor) is not None, "closed: the next pass begins"
     fed.db.close()
+
+
+def test_W2_the_order_of_a_pass_is_the_one_that_ledgers_in_the_middle_of_it_were_written_with():
+    assert list(shuffled(7, 1, 2, 10)) == [1, 8, 4, 2, 6, 0, 9, 3, 7, 5]
 
 
 async def test_unshuffled_rows_come_as_they_are(tmp_path):

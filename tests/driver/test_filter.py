@@ -9,11 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from driver.batcher import Candidate, choose
-from driver.events import BatchAssembled, TrajectoryDiscarded
+from driver.events import BatchAssembled, MixChanged, TrajectoryDiscarded
 from driver.filter import Streak, why_filtered
 from driver.ledger import kind_of, traj_uid_of
+from driver.mix import Change
 from driver.settings_data import FilterConfig
-from tests.driver.feeding import BATCH_SAMPLES, Lab
+from tests.driver.feeding import BATCH_SAMPLES, Lab, rows
 
 N, P = 2, BATCH_SAMPLES
 
@@ -169,3 +170,15 @@ async def test_W2_with_skip_solved_a_row_that_was_always_right_is_left_out_of_th
     third = [its.core.ledger.samples[its.sample(0.0, 0.0)] for _ in range(2)]
     assert [(s.pass_index, s.row_index) for s in third] == [(2, 0), (2, 2)], "those left out are tried again, the other is not"
     assert its.core.ledger.cursor["d000000"].skipped == 3
+
+
+async def test_a_priority_comes_after_the_siblings_of_a_started_sample(lab):
+    its = await lab().with_data()
+    its.dispatch._room = lambda: 1  # type: ignore[method-assign]
+    started, _ = its.dispatch._next()
+    urgent, _, _ = await its.core.feed.add(None, "urgent", rows("now"), None)
+    its.core.apply(MixChanged(changes={urgent: Change(priority=9)}, by="request", time=1.0))
+    sample, sibling = its.dispatch._next()
+    assert sample is started and sibling.index == 1
+    after, first = its.dispatch._next()
+    assert its.core.feed.dataset_of(after.segment) == urgent and first.index == 0, "then the next new sample is of the urgent one"
