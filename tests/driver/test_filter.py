@@ -175,6 +175,7 @@ async def test_W2_with_skip_solved_a_row_that_was_always_right_is_left_out_of_th
 async def test_a_priority_comes_after_the_siblings_of_a_started_sample(lab):
     its = await lab().with_data()
     its.dispatch._room = lambda: 1  # type: ignore[method-assign]
+    its.dispatch._store_free_bytes = lambda reserved: 1 << 40  # type: ignore[method-assign]
     started, _ = its.dispatch._next()
     urgent, _, _ = await its.core.feed.add(None, "urgent", rows("now"), None)
     its.core.apply(MixChanged(changes={urgent: Change(priority=9)}, by="request", time=1.0))
