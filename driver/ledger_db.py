@@ -20,9 +20,9 @@ from typing import Any
 
 import msgspec
 
+from driver import feed_tables
 from driver.events import Leaf
 from driver.ledger import ASSEMBLED, COMMITTED, FINISHED, Batch, Ledger, Sample, Trajectory, Upsert, kind_of, traj_uid_of
-from driver.mix import Cursor, Walk
 
 SCHEMA_VERSION = 1
 _SCHEMA = """
@@ -41,16 +41,8 @@ CREATE TABLE trajectories (uid INTEGER NOT NULL, idx INTEGER NOT NULL, state TEX
 CREATE TABLE batches (batch_id INTEGER PRIMARY KEY, state TEXT NOT NULL, uids BLOB, plan BLOB, skipped TEXT, report BLOB,
   assembled_at REAL, applied_at REAL, committed_at REAL);
 """
-_LATER = """
-CREATE TABLE IF NOT EXISTS mixes (number INTEGER PRIMARY KEY, from_uid INTEGER NOT NULL, decided_by TEXT NOT NULL, why TEXT NOT NULL,
-  decided_at REAL NOT NULL, trained_version INTEGER NOT NULL, changes BLOB NOT NULL);
-CREATE TABLE IF NOT EXISTS solved_rows (segment INTEGER NOT NULL, row_index INTEGER NOT NULL, pass_index INTEGER NOT NULL, uid INTEGER,
-  trajectories INTEGER, solved_at REAL, skipped_at REAL, PRIMARY KEY (segment, row_index, pass_index)) WITHOUT ROWID;
-"""
-"""Tables that came after version 1 and may be missing: whoever reads the ledger without them loses nothing."""
 _KEYS = {
-    "mixes": ("number",),
-    "solved_rows": ("segment", "row_index", "pass_index"),
+    **feed_tables.KEYS,
     "meta": ("name",),
     "datasets": ("dataset_id",),
     "segments": ("segment",),
@@ -135,7 +127,7 @@ class LedgerDB:
                 raise LedgerError(
                     f"{path} was written by a newer Headrace (schema {version}, known {SCHEMA_VERSION}); upgrade, or use another run_dir"
                 )
-            connection.executescript(f"BEGIN; {_LATER} COMMIT;")
+            connection.executescript(f"BEGIN; {feed_tables.TABLES} COMMIT;")
             return connection
         except sqlite3.DatabaseError as error:
             raise LedgerError(f"{path} can not be opened as a ledger ({error}); move it away to start anew, or restore a copy") from error
@@ -225,10 +217,7 @@ class LedgerDB:
         ledger.epoch = meta.get("epoch", 0)
         ledger.checkpoint = meta.get("checkpoint")
         ledger.ended = meta.get("ended")
-        ledger.cursor = self._cursor(meta)
-        ledger.mixes = self.query("SELECT count(*) FROM mixes")[0][0]
-        solved = self.query("SELECT segment, row_index, max(pass_index) FROM solved_rows WHERE skipped_at IS NULL GROUP BY 1, 2")
-        ledger.solved = {(segment, row_index): pass_index for segment, row_index, pass_index in solved}
+        feed_tables.load_walks(ledger, meta, self.query)
         for state, outcome, reason, count in self.query("SELECT state, outcome, reason, count(*) FROM trajectories GROUP BY 1, 2, 3"):
             ledger.counts.registered += count
             ledger.counts.by_state[state] += count
@@ -252,20 +241,6 @@ class LedgerDB:
         assert ledger.counts.balanced(), "A1: the ledger on disk does not balance"
         assert all(b.state != ASSEMBLED or b.batch_id >= ledger.trained_version for b in ledger.batches.values())
         return ledger
-
-    def _cursor(self, meta: dict[str, Any]) -> Cursor:
-        """By dataset. The one place for all of them, as it was kept before datasets were mixed, is that of every dataset that has none of
-        its own yet: what lay before it is walked, what lies behind it is not."""
-        own = {name.partition("/")[2]: msgspec.convert(value, Walk) for name, value in meta.items() if name.startswith("cursor/")}
-        if "cursor" not in meta:
-            return own
-        pass_index, segment, position = meta["cursor"]
-        sizes = self.query(
-            "SELECT d.dataset_id, count(s.uid) FROM datasets d LEFT JOIN segments g ON g.dataset_id = d.dataset_id "
-            "LEFT JOIN samples s ON s.segment = g.segment GROUP BY 1"
-        )
-        old = {i: Walk(pass_index=pass_index, segment=segment, position=position, registered=count) for i, count in sizes}
-        return old | own
 
     def _live_samples(self) -> Iterator[Sample]:
         decode = msgspec.json.Decoder(tuple[Leaf, ...])

@@ -6,7 +6,9 @@ import asyncio
 import tempfile
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,7 +16,8 @@ from hypothesis import strategies as st
 from driver.datasets import DatasetError
 from driver.events import MixChanged, RowSolved
 from driver.feed import Feed, FeedError, shuffled
-from driver.ledger import Upsert
+from driver.feed_tables import load_walks
+from driver.ledger import Ledger, Upsert
 from driver.mix import Change
 from tests.driver.feeding import Fed, rows
 
@@ -196,6 +199,23 @@ async def test_W2_the_one_cursor_of_an_older_ledger_is_carried_over(tmp_path):
     seen = Counter(fed.register())
     assert seen == Counter({f"a{i}": 1 for i in range(4)} | {f"c{i}": 2 for i in range(4)} | {"d0": 2, "d1": 2} | _of_b(seen))
     assert sum(count for name, count in seen.items() if name[0] == "b") == 1 + 4 and fed.exhausted
+    fed.db.close()
+
+
+async def test_a_ledger_without_the_tables_of_shares_is_read_as_one_in_which_nothing_changed(tmp_path):
+    fed = Fed(tmp_path / "ledger.sqlite")
+    await fed.add("a", "b")
+    assert len(fed.register(1)) == 1
+    await fed.db.durable()
+
+    def without(sql: str, *more: Any) -> list[tuple[Any, ...]]:
+        assert "FROM mixes" not in sql and "FROM solved_rows" not in sql
+        return [] if "sqlite_master" in sql else fed.db.query(sql, *more)
+
+    meta = {name: msgspec.json.decode(value) for name, value in fed.db.query("SELECT name, value FROM meta")}
+    read = Ledger()
+    load_walks(read, meta, without)
+    assert read.cursor == fed.ledger.cursor and read.mixes == 0 and read.solved == {}
     fed.db.close()
 
 
