@@ -222,6 +222,7 @@ class Dispatch:
             n=config.rollout.n,
             store_free_bytes=self._store_free_bytes(reserved_bytes),
             sample_bytes=config.sample_bytes,
+            kept_share=self.judge.kept_share,
         )
         if self.in_flight + self.queued + config.rollout.n > self.decision.watermark:
             d = self.decision

@@ -20,7 +20,7 @@ from driver.pass_rates import Observation, PassRates, is_right, observation
 from driver.settings import FilterConfig
 
 FILTERED = "filtered"
-RECENT_SAMPLES = 256  # by which the real shares are shown
+RECENT_SAMPLES = 256  # of which the real shares of datasets and of the filter are taken
 
 
 def why_filtered(rewards: list[float], right: int, config: FilterConfig) -> str | None:
@@ -81,6 +81,7 @@ class Judge:
         self._config = core.config.filter
         self.streak = Streak(core.config.batch.samples)
         self.rates = PassRates(core.config.filter.window)
+        self._kept: collections.deque[bool] = collections.deque(maxlen=RECENT_SAMPLES)
         self.recent: collections.deque[str] = collections.deque(maxlen=RECENT_SAMPLES)  # datasets of the newest samples
         self.pause: Callable[[], None] = lambda: None  # the run's
 
@@ -99,6 +100,7 @@ class Judge:
             return reason
         dataset_id = self._core.feed.dataset_of(sample.segment)
         self.rates.observe(dataset_id, observation(ready, task_type, sample.version_tag, config.right_from))
+        self._kept.append(reason is None)
         if reason is None:
             self.streak.kept()
             self._say(None)
@@ -110,6 +112,11 @@ class Judge:
         if pause:
             self.pause()
         return reason
+
+    @property
+    def kept_share(self) -> float:
+        """Of the newest settled samples, those that the filter let pass."""
+        return sum(self._kept) / len(self._kept) if self._kept else 1.0
 
     def _say(self, words: str | None) -> None:
         self._core.alarm("filter", words)

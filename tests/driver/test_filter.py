@@ -78,7 +78,9 @@ BOTH = ("filter={min_pass_rate: 0, max_pass_rate: 1}",)
 
 async def test_A1_a_filtered_sample_is_discarded_with_its_reason_its_rows_freed_archived_and_counted_apart(lab):
     its = await lab(*BOTH).with_data()
+    assert its.dispatch.judge.kept_share == 1.0
     kept, easy, hard = its.sample(1.0, 0.0), its.sample(1.0, 1.0), its.sample(0.0, 0.0)
+    assert its.dispatch.judge.kept_share == 1 / 3
     ledger = its.core.ledger
     assert list(ledger.samples) == [kept] and ledger.live_by_deadline.total() == 1
     assert its.discarded == [
