@@ -110,7 +110,7 @@ def datasets_table(datasets: list[dict[str, Any]]) -> Table:
             f"{each['rows']:,}",
             f"{each['rows_walked']:,}",
             f"{each['pass']} of {each['epochs'] or 'ever'}",
-            f"{each['weight']:g}",
+            f"{each['weight']:.4g}",
             str(each["priority"]),
             _share(each["share_planned"]),
             _share(each["share_real"]),
@@ -132,7 +132,7 @@ def changes_table(changes: list[dict[str, Any]]) -> Table:
 
 
 def _words(change: dict[str, Any]) -> str:
-    return ", ".join(f"{name} {'forever' if value is None else f'{value:g}'}" for name, value in change.items())
+    return ", ".join(f"{name} {'forever' if value is None else f'{value:.4g}'}" for name, value in change.items())
 
 
 def _share(value: float | None) -> str:

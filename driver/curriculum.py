@@ -69,11 +69,10 @@ class Curriculum:
         try:
             answer = await call(self._config.function, self._state(), self._config.deadline_s, self._run.log_directory / "curriculum.log")
             weights = self._weights(answer)
-            why = f"after batch {version - 1}: " + ", ".join(f"{dataset_id} {weight:g}" for dataset_id, weight in weights.items())
             changed = {dataset_id: Change(weight) for dataset_id, weight in weights.items()}
             if changed:
-                await submits.change(self._run.core, changed, by=submits.CURRICULUM, why=why)
-            log.info("curriculum %s", why)
+                await submits.change(self._run.core, changed, by=submits.CURRICULUM, why=f"after batch {version - 1}")
+            log.info("curriculum after batch %d: %s", version - 1, ", ".join(f"{name} {weight:g}" for name, weight in weights.items()))
             self._run.core.alarm("curriculum", None)
         except (CurriculumFailed, FeedError) as error:
             words = f"the curriculum's function gave no weights after batch {version - 1}, and they stay as they are: {error}"

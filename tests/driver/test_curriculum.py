@@ -84,7 +84,7 @@ async def test_it_is_given_pass_rates_and_its_weights_hold_and_are_shown_with_th
     assert its.weight == 1.0 + 2.0 * 0.5 and not its.curriculum._due() and not its.lab.core.alarms
     (change,) = submits.changes(its.lab.core)
     assert (change["by"], change["trained_version"], change["from_uid"]) == ("curriculum", 2, 2)
-    assert change["changes"] == {"d000000": {"weight": 2.0}} and change["why"] == "after batch 1: d000000 2"
+    assert change["changes"] == {"d000000": {"weight": 2.0}} and change["why"] == "after batch 1"
     assert "seen ['d000000']" in (its.directory / "curriculum.log").read_text(), "what it prints is kept"
     assert not Curriculum(its.run, its.config)._due(), "a restart does not ask again for the same batches"
     its.train()
