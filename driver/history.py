@@ -80,7 +80,8 @@ class History:
         self.recent.append(line)
         self.metrics.write(line)
         for alarm in observe.alarms(self._run):
-            log.warning("%s", alarm)
+            if alarm not in self._run.core.alarms.values():  # said when it was raised
+                log.warning("%s", alarm)
         stop = self._run.config.stop
         window = [m["reward_mean"] for m in list(self.recent)[-stop.reward_window :]]
         if stop.reward is not None and len(window) == stop.reward_window and sum(window) / len(window) >= stop.reward:
