@@ -35,6 +35,12 @@ def load_walks(ledger: Ledger, meta: Mapping[str, Any], query: Query) -> None:
         ledger.solved = {(segment, row_index): pass_index for segment, row_index, pass_index in solved}
 
 
+def begun_anew(walk: bytes) -> bytes:
+    """A walk with the same share, at the first row: for a run that takes over the dataset of another."""
+    was = msgspec.json.decode(walk, type=Walk)
+    return msgspec.json.encode(Walk(weight=was.weight, priority=was.priority, passes=was.passes, own_passes=was.own_passes))
+
+
 def _cursor(meta: Mapping[str, Any], query: Query) -> Cursor:
     """By dataset. The one place for all of them is that of every dataset that has none of its own yet: what lay before it is walked, what
     lies behind it is not."""

@@ -18,7 +18,8 @@ from driver.events import MixChanged, RowSolved
 from driver.feed import Feed, FeedError, shuffled
 from driver.feed_tables import load_walks
 from driver.ledger import Ledger, Upsert
-from driver.mix import Change
+from driver.ledger_db import LedgerDB
+from driver.mix import Change, Walk
 from tests.driver.feeding import Fed, rows
 
 
@@ -217,6 +218,20 @@ async def test_a_ledger_without_the_tables_of_shares_is_read_as_one_in_which_not
     load_walks(read, meta, without)
     assert read.cursor == fed.ledger.cursor and read.mixes == 0 and read.solved == {}
     fed.db.close()
+
+
+async def test_datasets_that_another_run_takes_over_keep_their_shares_and_are_walked_from_the_first_row(tmp_path):
+    fed = Fed(tmp_path / "ledger.sqlite", shuffle=False)
+    dataset = await fed.add("a", "b", share=Change(3.0, 2, None, True))
+    assert fed.register(1) == ["a"]
+    await fed.db.durable()
+    other = LedgerDB(tmp_path / "other.sqlite")
+    other.take_datasets(tmp_path / "ledger.sqlite")
+    other.close()
+    fed.db.close()
+    taken = Fed(tmp_path / "other.sqlite", shuffle=False)
+    assert taken.ledger.cursor == {dataset: Walk(3.0, 2, None, True)} and taken.register(2) == ["a", "b"]
+    taken.db.close()
 
 
 def _of_b(seen: Counter[str]) -> dict[str, int]:

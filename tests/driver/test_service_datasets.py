@@ -35,7 +35,7 @@ class Rest:
         self.lab = lab
         (lab.core.config.directory).mkdir(parents=True, exist_ok=True)
         self.run: Any = SimpleNamespace(core=lab.core, config=lab.config, dispatch=lab.dispatch)
-        app = create_app({"r": self.run}, token=None, loopback=True, shutdown=lambda: None)
+        app = create_app(SimpleNamespace(runs={"r": self.run}, waiting={}), token=None, loopback=True, shutdown=lambda: None)
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://service")
 
     async def call(self, method: str, path: str = "", **more: Any) -> httpx.Response:
@@ -177,7 +177,7 @@ async def test_solved_rows_are_listed_page_by_page_with_what_showed_it(rest):
 def served(lab: Lab) -> Iterator[str]:
     run: Any = SimpleNamespace(core=lab.core, config=lab.config, dispatch=lab.dispatch)
     lab.core.config.directory.mkdir(parents=True, exist_ok=True)
-    app = create_app({"r": run}, token=None, loopback=True, shutdown=lambda: None)
+    app = create_app(SimpleNamespace(runs={"r": run}, waiting={}), token=None, loopback=True, shutdown=lambda: None)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off"))
         thread = threading.Thread(target=server.run, args=([listener],))
