@@ -107,10 +107,10 @@ class Judge:
             return None
         self.streak.filtered(reason, dataset_id)
         pause = self.streak.reached(config.pause_batches)
-        if pause or self.streak.reached(config.alarm_batches):
-            self._say(self.streak.words() + ("; the run is paused: headrace resume goes on" if pause else ""))
         if pause:
             self.pause()
+        if pause or self.streak.reached(config.alarm_batches):  # what was in flight at the pause is filtered after it
+            self._say(self.streak.words() + ("; the run is paused: headrace resume goes on" if self._core.paused else ""))
         return reason
 
     @property

@@ -119,6 +119,7 @@ class Lab:
 
         def pause() -> None:
             self.paused += 1
+            self.core.paused = True
 
         self.dispatch.judge.pause = pause
 

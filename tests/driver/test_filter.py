@@ -144,6 +144,9 @@ async def test_H7_when_all_groups_are_filtered_an_alarm_names_the_cause_and_afte
     words = its.core.alarms["filter"]
     assert f"the last {50 * P} samples" in words and f"{50 * P} × always right; {50 * P} of d000000" in words
     assert "the run is paused: headrace resume" in words and its.core.waits["filter"].reason == words
+    for _ in range(5 * P):
+        its.sample(1.0, 1.0)
+    assert its.paused == 1 and "the run is paused: headrace resume" in its.core.alarms["filter"], "what was in flight does not hide it"
     its.sample(1.0, 0.0)
     assert "filter" not in its.core.alarms and "filter" not in its.core.waits, "one that passes ends it"
     assert its.dispatch.judge.streak.samples == 0, "and the count begins anew"
