@@ -20,6 +20,7 @@ import orjson
 
 from driver.archive import Archive
 from driver.core import Core
+from driver.curriculum import Curriculum
 from driver.dispatch import Dispatch
 from driver.distributed import Courier, DistributedTransport
 from driver.engine_watch import EngineWatch
@@ -157,6 +158,8 @@ class Run:
         self.state = "starting"
         self.failure: str | None = None
         self.history = History(self)
+        self.dispatch.judge.pause = self.pause
+        self.curriculum = Curriculum(self, config.curriculum) if config.curriculum is not None else None
         self._stop = asyncio.Event()
         self._store_gone = False
 
@@ -189,6 +192,7 @@ class Run:
             await self._wind_down()
             return
         rollout = self.config.rollout
+        self.dispatch.judge.recall()
         training = asyncio.create_task(self.training.run(), name="training")
         others = [
             asyncio.create_task(coroutine, name=name)
@@ -204,6 +208,7 @@ class Run:
                 *([("routing", self.routing.run())] if self.routing is not None else []),
                 *([("prefix log", self.prefixes.run())] if rollout.prefix_log_every_s is not None else []),
                 *([("snapshot", self.snapshot.run())] if self.snapshot.every_s is not None else []),
+                *([("curriculum", self.curriculum.run())] if self.curriculum is not None else []),
             )
         ]
         stop = asyncio.create_task(self._stop.wait(), name="stop")
