@@ -24,6 +24,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from driver import selfcheck
+from driver.commands_bias import bias
 from driver.config import ConfigError, load_config
 from driver.doctor import examine
 from driver.keys import keys, section_at
@@ -425,6 +426,9 @@ def selfcheck_loss(
     except ConfigError as error:
         fail(str(error), 2)
     raise typer.Exit(subprocess.run(argv).returncode)
+
+
+app.command()(bias)
 
 
 def main() -> None:

@@ -10,12 +10,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from driver.events import Event
 from driver.feed import Feed
-from driver.ledger import Ledger
+from driver.ledger import Ledger, Sample
 from driver.ledger_db import LedgerDB
 from driver.settings import RunConfig
 from store import Store
@@ -81,6 +81,7 @@ class Core:
     paused: bool = False
     draining: str | None = None  # why no new sample is registered any more
     ending: str | None = None  # why the run ends after the batch in training
+    on_over: list[Callable[[Sample], None]] = field(default_factory=list)  # told each sample of which all has finished
     stopping: bool = False  # the process ends; everything is kept for the next start
     started: float = field(default_factory=time.monotonic)
 
@@ -98,6 +99,9 @@ class Core:
         if self.db.failure:
             self.db.write(())  # raises with the reason, before the state moves away from the disk
         self.db.write(self.ledger.apply(event))
+        for sample in self.ledger.just_over:
+            for tell in self.on_over:
+                tell(sample)
         self.ring()
 
     def waiting(self, side: str, reason: str | None) -> None:

@@ -53,8 +53,10 @@ class Dispatch:
         watermark: Watermark,
         *,
         on_discarded: Callable[[Sample, Trajectory], None],
+        on_cut: Callable[[str, int], None] = lambda traj_uid, tokens: None,
         routing: Routing | None = None,
     ) -> None:
+        self._on_cut = on_cut
         self._routing = routing
         self._core = core
         self._pool = pool
@@ -72,6 +74,7 @@ class Dispatch:
         self.kv_room: KvRoom | None = None  # what the decision took for kv_slots
         self.generating = 0
         self.tokens_sampled = 0
+        self.cut_tokens = 0  # sampled for trajectories that the staleness preset discarded
         self._weights_bytes = weights_bytes(core.config.model.path, core.config.trainer.dtype)
         self._store_seen_at = time.monotonic()
         self._store_stats = core.store.stats()
@@ -104,6 +107,21 @@ class Dispatch:
     def enqueue(self, sample: Sample) -> None:
         """What is running of this sample and has no task: after a restart, or because its rows were lost."""
         self._queue.extend((sample, t) for t in sample.in_state(RUNNING) if t.traj_uid not in self._tasks)
+
+    def cut(self, sample: Sample, reason: str) -> None:
+        """Discard what is running of a sample: its requests are aborted and their slots free, its rows go, and its siblings are settled."""
+        loop = asyncio.get_running_loop()
+        for trajectory in sample.in_state(RUNNING):
+            tokens = self.turns.progress.get(trajectory.traj_uid, 0)
+            self.cut_tokens += tokens
+            self._on_cut(trajectory.traj_uid, tokens)
+            self._core.apply(TrajectoryDiscarded(traj_uid=trajectory.traj_uid, reason=reason, time=time.time()))
+            self._on_discarded(sample, trajectory)
+            if (task := self._tasks.get(trajectory.traj_uid)) is not None:
+                # In the next turn of the loop: a task that is cancelled before its first step never comes to its `finally`. Its end closes
+                # the connection, which is how a request is aborted at an engine.
+                loop.call_soon(task.cancel)
+        self.settle(sample)
 
     def _room(self) -> int:
         """Requests the open engines would take now, less the tasks that are about to ask for one."""

@@ -141,6 +141,7 @@ class Ledger:
         self.checkpoint: str | None = None
         self.ended: str | None = None
         self.samples_taken = 0
+        self.just_over: list[Sample] = []  # by the last event: all of it has finished
 
     # ---- reading -----------------------------------------------------------------------------------------------------
 
@@ -163,6 +164,7 @@ class Ledger:
 
     def apply(self, event: Event) -> list[Upsert]:
         """Change the state by one event; returns what must be written. IllegalEvent leaves everything as it was."""
+        self.just_over = []
         writes: list[Upsert] = getattr(self, "_on_" + type(event).__name__)(event)
         assert self.counts.balanced(), f"A1 broken by {event}"
         return writes
@@ -368,6 +370,7 @@ class Ledger:
         if sample.batch_id is None:
             self._leave_live(sample)
         del self.samples[sample.uid]
+        self.just_over.append(sample)
         row = self._sample_row(sample)
         row.values["over"] = 1
         return [row]

@@ -58,6 +58,10 @@ def status(run: Run) -> dict[str, Any]:
 
 def alarms(run: Run) -> list[str]:
     """What a person should look at, though the run goes on."""
+    return [*_trained_nothing(run), *run.holds.alarms(), *run.bias.alarms]
+
+
+def _trained_nothing(run: Run) -> list[str]:
     skipped = list(itertools.takewhile(lambda batch: batch.get("skipped"), reversed(run.history.recent)))
     if len(skipped) < ALARM_SKIPPED_BATCHES:
         return []
@@ -87,6 +91,8 @@ def staleness(run: Run) -> dict[str, Any]:
     worst = sorted(ledger.live(), key=lambda s: (s.deadline_batch, s.uid))[:10]
     return {
         "bound": config.staleness.bound,
+        **run.holds.facts(),
+        "tokens_cut": run.dispatch.cut_tokens,
         "histogram": histogram,
         "mean": mean,
         "max": max((s for s, c in ledger.staleness.items() if c), default=None),
@@ -120,7 +126,7 @@ def queues(run: Run) -> dict[str, Any]:
         "scoring": run.scoring.in_flight,
         "in_flight": run.dispatch.in_flight,
         "ready": ledger.counts.by_state["ready"],
-        "ready_samples": sum(1 for s in ledger.live() if not s.waiting),
+        "ready_samples": sum(1 for s in ledger.live() if run.holds.is_ready(s)),
         "live_samples": sum(ledger.live_by_deadline.values()),
         "consumed": ledger.counts.by_state["consumed"],
         "batches_uncommitted": len(ledger.batches),
@@ -227,6 +233,9 @@ def gauges(run: Run) -> dict[str, float]:
         "headrace_push_last_seconds": run.pusher.seconds,
         "headrace_store_used_bytes": float(run.store_stats().used_bytes),
         "headrace_store_capacity_bytes": float(run.config.store.capacity_bytes),
+        "headrace_dispatch_cut_tokens_total": float(run.dispatch.cut_tokens),
+        **run.holds.gauges(),
+        **run.bias.gauges(),
         **run.pool.gauges(),
     }
 

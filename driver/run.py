@@ -17,6 +17,7 @@ import time
 import orjson
 
 from driver.archive import Archive
+from driver.bias_watch import BiasWatch
 from driver.core import Core
 from driver.dispatch import Dispatch
 from driver.distributed import Courier, DistributedTransport
@@ -25,6 +26,7 @@ from driver.events import RunEnded, SampleDiscarded
 from driver.feed import Feed
 from driver.finished import Finished
 from driver.history import History
+from driver.holds import Holds
 from driver.launcher import StartFailed
 from driver.ledger import Upsert
 from driver.ledger_db import LedgerDB, LedgerError
@@ -36,7 +38,7 @@ from driver.routing import Routing
 from driver.scoring import Scoring
 from driver.settings import RunConfig
 from driver.snapshot import PushImpossible
-from driver.training import CheckpointMissing, Training
+from driver.training import BatchTooSmall, CheckpointMissing, Training
 from driver.transport import Transports
 from driver.watermark import Watermark
 from rollout.client import make_http
@@ -47,7 +49,14 @@ from store import EmbeddedStore, StoreStats
 from trainer.client import TrainerRefused
 
 log = logging.getLogger("headrace.run")
-EXPECTED = (StartFailed, TrainerRefused, CheckpointMissing, LedgerError, PushImpossible)  # their text is for the user and says it all
+EXPECTED = (
+    StartFailed,
+    TrainerRefused,
+    CheckpointMissing,
+    BatchTooSmall,
+    LedgerError,
+    PushImpossible,
+)  # their text is for the user and says it all
 
 
 class Run:
@@ -81,6 +90,7 @@ class Run:
         self.scoring = Scoring(self.core, wait_s=config.reward.batch_wait_s, deadline_s=config.reward.deadline_s)
         watermark = Watermark(config.batch.samples * config.rollout.n)
         self.watermark = watermark
+        self.bias = BiasWatch(self.core)
         rollout = config.rollout
         self.routing: Routing | None = None
         if rollout.router_url is not None:
@@ -94,8 +104,10 @@ class Run:
             self.tokenizer,
             watermark,
             on_discarded=self.finished.discarded,
+            on_cut=self.bias.cut,
             routing=self.routing,
         )
+        self.holds = Holds(self.core, cut=self.dispatch.cut, moving=lambda: any(slot.state == "open" for slot in self.pool.slots.values()))
         self.engine_watch = EngineWatch(
             self.core,
             self.pool,
@@ -112,6 +124,7 @@ class Run:
             archive=self.finished.committed,
             on_running_again=self.dispatch.enqueue,
             replace=lambda reason: self.processes.replace("trainer-0", reason),
+            holds=self.holds,
         )
         self.model_facts = orjson.loads((config.model.path / "config.json").read_bytes())
         self.processes = Processes(self)
@@ -205,6 +218,7 @@ class Run:
         self.transports.sweep()
         try:
             if not core.db.failure:
+                self.bias.look()
                 await core.db.durable()
         finally:
             try:
@@ -280,6 +294,7 @@ class Run:
             await asyncio.sleep(1.0)
             self.history.measure_busy()
             self.scoring.look()
+            self.bias.look()
             if self.finished.archive.due:
                 await asyncio.to_thread(self.finished.archive.flush)
 

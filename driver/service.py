@@ -31,6 +31,7 @@ from driver.datasets import DatasetError, read_rows, resolve_under, scorable
 from driver.feed import FeedError
 from driver.ledger_db import LedgerError
 from driver.run import Run
+from driver.service_bias import add_bias
 from driver.settings import SECRETS
 from rollout.address import NotAllowed
 
@@ -269,6 +270,8 @@ def create_app(runs: dict[str, Run], *, token: str | None, loopback: bool, shutd
             raise HTTPException(404, f"there is no log {role!r}; logs here: {', '.join(known) or 'none'}")
         text = await asyncio.to_thread((run.log_directory / f"{role}.log").read_text, "utf-8", "replace")
         return PlainTextResponse("\n".join(text.splitlines()[-lines:]) + "\n")
+
+    add_bias(app, RunDep)
 
     # ---- datasets ------------------------------------------------------------------------------------------------------
 

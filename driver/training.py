@@ -23,9 +23,10 @@ import msgspec
 
 from driver.advantage import advantages
 from driver.balance import PlanRow, plan
-from driver.batcher import Candidate, choose
+from driver.batcher import smallest_batch
 from driver.core import Busy, Core
 from driver.events import BatchApplied, BatchAssembled, BatchUnmade, EpochBegan, VersionCommitted
+from driver.holds import Holds
 from driver.ledger import DISCARDED, TRAINED, Sample
 from driver.snapshot import Snapshot
 from store import Gone, Ref, TensorForm
@@ -39,6 +40,10 @@ log = logging.getLogger("headrace.training")
 
 class CheckpointMissing(RuntimeError):
     """What was committed is not on disk any more; nothing of it can be replayed. A sentence for the user."""
+
+
+class BatchTooSmall(RuntimeError):
+    """What went back into the queue does not fit into the smaller batches of the configuration (A4). A sentence for the user."""
 
 
 class Training:
@@ -55,9 +60,11 @@ class Training:
         archive: Callable[[list[Sample], str, str | None], Awaitable[None]],
         on_running_again: Callable[[Sample], None],
         replace: Callable[[str], Awaitable[None]],
+        holds: Holds,
     ) -> None:
         self._core = core
         self._http = http
+        self._holds = holds
         self._canary_ids = canary_ids
         self._on_snapshot = on_snapshot
         self._on_applied = on_applied
@@ -132,7 +139,7 @@ class Training:
                 self._lost.set()
                 await self._bell.wait(0.2)
                 continue
-            await self._bell.wait(1.0)
+            await self._bell.wait(self._holds.again_s)
 
     async def _reborn(self) -> bool:
         """The group's incarnation has changed since we brought it up: ranks died while nothing was asked of them. Asked every 2 s."""
@@ -171,16 +178,12 @@ class Training:
         """Take the oldest P ready samples, plan them, and record both. Returns the batch id, or None while it is held."""
         core, ledger = self._core, self._core.ledger
         batch_id = ledger.next_batch
-        samples = list(ledger.live())
         last = core.draining is not None or core.feed.exhausted(ledger.cursor)
-        candidates = (Candidate(s.uid, s.deadline_batch, not s.waiting) for s in samples)
-        choice = choose(candidates, batch_id, core.config.batch.samples, short_allowed=last)
-        if choice.uids is None:
-            core.waiting("trainer", choice.reason)
+        uids = self._holds.look(short_allowed=last)
+        if uids is None:
             return None
-        core.waiting("trainer", None)
-        chosen = [ledger.samples[uid] for uid in choice.uids]
-        core.apply(BatchAssembled(batch_id=batch_id, uids=choice.uids, plan=self._plan(batch_id, chosen, "ready"), time=time.time()))
+        chosen = [ledger.samples[uid] for uid in uids]
+        core.apply(BatchAssembled(batch_id=batch_id, uids=uids, plan=self._plan(batch_id, chosen, "ready"), time=time.time()))
         return batch_id
 
     def _plan(self, batch_id: int, samples: list[Sample], state: str) -> bytes:
@@ -383,6 +386,12 @@ class Training:
             core.apply(BatchUnmade(batch_id=batch_id, lost=missing[batch_id]))
             for uid in uids:
                 self._on_running_again(ledger.samples[uid])
+        needed = smallest_batch(ledger.live_by_deadline, ledger.next_batch)
+        if needed > core.config.batch.samples:
+            raise BatchTooSmall(
+                f"batch.samples is {core.config.batch.samples}, and batches of {needed} samples lost their rows and must be made again: "
+                f"set batch.samples to {needed} or more until they are trained, or begin a new run_id"
+            )
 
 
 def _decode_plan(plan: bytes) -> list[MiniBatch]:
