@@ -17,8 +17,8 @@ from typing import Any
 import msgspec
 
 from driver.core import Core
-from driver.ledger import READY, RUNNING, Sample, Upsert
-from driver.policy import Group, Hold, Preset, decide, is_ready
+from driver.ledger import RUNNING, Sample, Upsert
+from driver.policy import Group, Hold, Preset, decide, facts_of, is_ready
 from driver.settings import RunConfig
 
 log = logging.getLogger("headrace.holds")
@@ -95,15 +95,7 @@ class Holds:
         return is_ready(self._group(sample), self.preset)
 
     def _group(self, sample: Sample) -> Group:
-        running = ready = 0
-        for trajectory in sample.trajectories:
-            running += trajectory.state == RUNNING
-            ready += trajectory.state == READY
-        enough_s: float | None = None
-        if running and self.preset.name == "partial" and ready >= self.preset.partial_k:
-            ready_at = sorted(t.ready_at for t in sample.trajectories if t.state == READY and t.ready_at is not None)
-            enough_s = max(0.0, time.time() - ready_at[self.preset.partial_k - 1])
-        return Group(sample.uid, sample.deadline_batch, running, ready, enough_s)
+        return facts_of(sample, self.preset, time.time())
 
     # ---- the account ---------------------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from driver.batcher import Candidate, Choice, choose
+from driver.ledger import READY, RUNNING, Sample
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,19 @@ class Decision:
     cuts: tuple[Cut, ...] = ()
     hold: Hold | None = None
     again_s: float | None = None
+
+
+def facts_of(sample: Sample, preset: Preset, now: float) -> Group:
+    """Of a live sample; `now` on the clock of its `ready_at`."""
+    running = ready = 0
+    for trajectory in sample.trajectories:
+        running += trajectory.state == RUNNING
+        ready += trajectory.state == READY
+    enough_s: float | None = None
+    if running and preset.name == "partial" and ready >= preset.partial_k:
+        ready_at = sorted(t.ready_at for t in sample.trajectories if t.state == READY and t.ready_at is not None)
+        enough_s = max(0.0, now - ready_at[preset.partial_k - 1])
+    return Group(sample.uid, sample.deadline_batch, running, ready, enough_s)
 
 
 def is_ready(group: Group, preset: Preset) -> bool:
