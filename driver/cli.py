@@ -265,7 +265,7 @@ def status(
         table.add_row(key, str(facts[key]))
     if facts["watermark"] is not None:
         table.add_row("watermark", f"{facts['watermark']} ({facts['watermark_binding']} binds)")
-    table.add_row("staleness", f"max {facts['staleness_max']}, bound {facts['staleness_bound']}")
+    table.add_row("staleness", f"max {facts['staleness_max']}, bound {facts['staleness_bound']}, preset {facts['staleness_preset']}")
     table.add_row("trajectories", ", ".join(f"{k} {v}" for k, v in facts["trajectories"].items() if isinstance(v, int)))
     for reason, count in facts["trajectories"]["reasons"].items():
         table.add_row("discarded", f"{count} × {reason}")

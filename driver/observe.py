@@ -49,6 +49,7 @@ def status(run: Run) -> dict[str, Any]:
         "trajectories": counts(run),
         "staleness_max": max((s for s, c in ledger.staleness.items() if c), default=0),
         "staleness_bound": config.staleness.bound,
+        "staleness_preset": config.staleness.preset,
         "logprob_gap_max": run.history.gap_max,
         "datasets": [msgspec.to_builtins(d) for d in run.core.feed.datasets()],
         "alarms": alarms(run),
