@@ -18,7 +18,7 @@ import msgspec
 
 from driver.core import Core
 from driver.ledger import RUNNING, Sample, Upsert
-from driver.policy import Group, Hold, Preset, decide, facts_of, is_ready
+from driver.policy import Decision, Group, Hold, Preset, decide, facts_of, is_ready
 from driver.settings import RunConfig
 
 log = logging.getLogger("headrace.holds")
@@ -66,9 +66,21 @@ class Holds:
     def look(self, *, short_allowed: bool) -> tuple[int, ...] | None:
         """The samples of the next batch, with nothing of them running any more; None while there is none, with the reason recorded."""
         core, ledger = self._core, self._core.ledger
-        groups = [self._group(sample) for sample in ledger.live()]
+        while (decision := self._decide(short_allowed)).cuts:
+            # And decide again: once settled, a sample may still turn out to be one that is filtered.
+            for cut in decision.cuts:
+                self._cut(ledger.samples[cut.uid], cut.reason)
+        if decision.uids is None:
+            core.waiting("trainer", decision.reason)
+            self._warn()
+            return None
+        core.waiting("trainer", None)
+        return decision.uids
+
+    def _decide(self, short_allowed: bool) -> Decision:
+        core, ledger = self._core, self._core.ledger
         decision = decide(
-            groups,
+            [self._group(sample) for sample in ledger.live()],
             ledger.next_batch,
             core.config.batch.samples,
             self.preset,
@@ -81,14 +93,7 @@ class Holds:
         if self.hold is not None and decision.hold is None:
             self._ended(self.hold, discarding=bool(decision.cuts))
         self.hold = decision.hold
-        for cut in decision.cuts:
-            self._cut(ledger.samples[cut.uid], cut.reason)
-        if decision.uids is None:
-            core.waiting("trainer", decision.reason)
-            self._warn()
-            return None
-        core.waiting("trainer", None)
-        return decision.uids
+        return decision
 
     def is_ready(self, sample: Sample) -> bool:
         """May it be taken as it is?"""

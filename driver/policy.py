@@ -4,9 +4,10 @@
     deadline   it waits `hold_s`. Then the running trajectories of the stragglers are discarded, and the batch goes at once.
     partial    a sample is ready with `k` of its n trajectories, `after_s` after the k-th: who still runs when it is taken is discarded.
 
-A batch is *held* from the first look at which it could be assembled if its stragglers did not exist. So a discard always makes a batch,
-and one that would not is not made: a sample that starts anew would come no sooner than the one that runs. The bound is kept by admission
-and the dry-run (`batcher`) in all three; what the presets add only takes live samples away, which never breaks it (docs/staleness.md).
+A batch is *held* from the first look at which it could be assembled if its stragglers did not exist. So a discard makes a batch (unless the
+filter then takes the sample), and one that would not is not made: a sample that starts anew comes no sooner than the one that runs. The
+bound is kept by admission and the dry-run (`batcher`) in all three; what the presets add only takes live samples away, which never breaks
+it (docs/staleness.md).
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class Decision:
-    """The samples of the next batch once the cuts are made; or None, with the reason in words and how soon to look again."""
+    """The samples of the next batch; or None, with the reason in words and how soon to look again. With cuts: once they are made."""
 
     uids: tuple[int, ...] | None
     reason: str = ""

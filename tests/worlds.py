@@ -32,7 +32,7 @@ from driver.events import (
     VersionServed,
 )
 from driver.ledger import CONSUMED, READY, RUNNING, Ledger, Sample, kind_of
-from driver.policy import Hold, Preset, decide, facts_of
+from driver.policy import Decision, Hold, Preset, decide, facts_of
 
 DATA = Path(__file__).parent / "data"
 Draw = Callable[[random.Random], float]
@@ -91,7 +91,8 @@ class World:
     checked: bool = True
 
     def __post_init__(self) -> None:
-        self.rng = random.Random(self.seed)
+        self.rng = random.Random(self.seed)  # of lengths alone, as in the model
+        self.dice = random.Random(self.seed + 1)
         self.ledger = Ledger()
         self.now = 0.0
         self.events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
@@ -224,11 +225,11 @@ class World:
         assert trajectory is not None and trajectory.state == RUNNING
         sample = self.ledger.samples[trajectory.uid]
         tokens = self.tokens[traj_uid] = int(self.length.pop(traj_uid))
-        if self.rng.random() < self.faults.discard:
+        if self.dice.random() < self.faults.discard:
             self.apply(TrajectoryDiscarded(traj_uid=traj_uid, reason="data: scripted", time=self.now))
         else:
             leaf = Leaf(f"{traj_uid}l", {}, {}, tokens, tokens, 1.0)
-            reward = float(self.rng.random() < 0.5) if self.faults.filtered else 1.0
+            reward = float(self.dice.random() < 0.5) if self.faults.filtered else 1.0
             self.apply(TrajectoryReady(traj_uid=traj_uid, leaves=(leaf,), reward=reward, finish_reason="stop", time=self.now))
         self.settle(sample)
 
@@ -244,7 +245,7 @@ class World:
         ready = sample.in_state(READY)
         if ready and len(ready) < self.preset.min_group:
             self.apply(SampleDiscarded(uid=sample.uid, reason="group too small: scripted", time=self.now))
-        elif ready and self.rng.random() < self.faults.filtered:
+        elif ready and self.dice.random() < self.faults.filtered:
             self.apply(SampleDiscarded(uid=sample.uid, reason="filtered", time=self.now))
 
     def cut(self, sample: Sample, reason: str) -> None:
@@ -270,6 +271,22 @@ class World:
             return
         if self.batches is not None and ledger.next_batch >= self.batches:
             return
+        while (decision := self._decide()).cuts:
+            for cut in decision.cuts:
+                self.cut(ledger.samples[cut.uid], cut.reason)
+        if decision.uids is None:
+            self._look_again(decision.again_s)
+            return
+        for uid in decision.uids:
+            sample = ledger.samples[uid]
+            assert ledger.next_batch <= sample.deadline_batch, "A3"
+            self.staleness.append((ledger.next_batch, ledger.next_batch - sample.version_tag))
+        assert len(decision.uids) == self.samples_per_batch or self._exhausted, "a batch is full"
+        self.apply(BatchAssembled(batch_id=ledger.next_batch, uids=decision.uids, plan=b"[]", time=self.now))
+        self._step(ledger.trained_version)
+
+    def _decide(self) -> Decision:
+        ledger = self.ledger
         decision = decide(
             [facts_of(s, self.preset, self.now) for s in ledger.live()],
             ledger.next_batch,
@@ -280,19 +297,7 @@ class World:
             short_allowed=self._exhausted,
         )
         self.hold = decision.hold
-        for cut in decision.cuts:
-            self.cut(ledger.samples[cut.uid], cut.reason)
-        if decision.uids is None:
-            self._look_again(decision.again_s)
-            return
-        for uid in decision.uids:
-            sample = ledger.samples[uid]
-            assert ledger.next_batch <= sample.deadline_batch, "A3"
-            assert ledger.next_batch - sample.version_tag >= 0
-            self.staleness.append((ledger.next_batch, ledger.next_batch - sample.version_tag))
-        assert len(decision.uids) == self.samples_per_batch or self._exhausted, "a batch is full"
-        self.apply(BatchAssembled(batch_id=ledger.next_batch, uids=decision.uids, plan=b"[]", time=self.now))
-        self._step(ledger.trained_version)
+        return decision
 
     def _look_again(self, seconds: float | None) -> None:
         """One timer at a time."""
@@ -316,7 +321,7 @@ class World:
             return  # lost with its trainer
         self.busy = False
         self.stepped.append(self.now)
-        skipped = "loss is not finite" if self.rng.random() < self.faults.skip else None
+        skipped = "loss is not finite" if self.dice.random() < self.faults.skip else None
         self.apply(BatchApplied(batch_id=batch_id, epoch=self.ledger.epoch, skipped=skipped, report=b"{}", time=self.now))
         if self.ledger.trained_version % self.checkpoint_every == 0:
             self.commit()
@@ -330,7 +335,7 @@ class World:
         ledger = self.ledger
         if self.pushing or ledger.serving_version == ledger.trained_version:
             return
-        seconds = self.push_s(self.rng)
+        seconds = self.push_s(self.dice)
         if seconds <= 0.0 and not self.faults.push_fails:
             self.apply(VersionServed(version=ledger.trained_version))
             return
@@ -339,7 +344,7 @@ class World:
 
     def _pushed(self, version: int, epoch: int) -> None:
         self.pushing = False
-        if self.rng.random() >= self.faults.push_fails and epoch == self.ledger.epoch:
+        if self.dice.random() >= self.faults.push_fails and epoch == self.ledger.epoch:
             self.apply(VersionServed(version=version))
 
     # ---- faults --------------------------------------------------------------------------------------------------------
@@ -347,7 +352,7 @@ class World:
     def _next_fault(self, name: str) -> None:
         mean = getattr(self.faults, name)
         if mean is not None:
-            self.at(self.rng.expovariate(1.0) * mean * self.unit_s, self._fault, name)
+            self.at(self.dice.expovariate(1.0) * mean * self.unit_s, self._fault, name)
 
     def _fault(self, name: str) -> None:
         if getattr(self.faults, name) is not None:
@@ -360,7 +365,7 @@ class World:
 
     def kill_engine(self) -> None:
         """Some of what runs is lost and sent again."""
-        for traj_uid in [t for t in list(self.tries) if self.rng.random() < 0.5]:
+        for traj_uid in [t for t in list(self.tries) if self.dice.random() < 0.5]:
             trajectory = self.ledger.trajectory(traj_uid)
             assert trajectory is not None
             self.apply(TrajectoryRetried(traj_uid=traj_uid, kind="infrastructure", reason="killed"))
@@ -369,7 +374,7 @@ class World:
 
     def evaluate(self) -> None:
         """Evaluation traffic takes slots for a while, and is in no invariant."""
-        taken = self.rng.randint(0, self.free)
+        taken = self.dice.randint(0, self.free)
         self.free -= taken
 
         def give_back() -> None:
@@ -389,14 +394,14 @@ class World:
         ledger = self.ledger
         for sample in list(ledger.live()):
             for trajectory in sample.in_state(READY):
-                if self.rng.random() < 0.7:
+                if self.dice.random() < 0.7:
                     self.apply(RowsLost(traj_uid=trajectory.traj_uid, reason="host"))
         self.lose_trainer()
-        first = next((b for b in sorted(ledger.batches) if b >= ledger.trained_version and self.rng.random() < 0.5), None)
+        first = next((b for b in sorted(ledger.batches) if b >= ledger.trained_version and self.dice.random() < 0.5), None)
         for batch_id in sorted((b for b in ledger.batches if first is not None and b >= first), reverse=True):
             uids = ledger.batches[batch_id].uids
             rows = [t.traj_uid for uid in uids for t in ledger.samples[uid].in_state(CONSUMED)]
-            self.apply(BatchUnmade(batch_id=batch_id, lost=frozenset(r for r in rows if batch_id == first or self.rng.random() < 0.7)))
+            self.apply(BatchUnmade(batch_id=batch_id, lost=frozenset(r for r in rows if batch_id == first or self.dice.random() < 0.7)))
             self.staleness = [(b, s) for b, s in self.staleness if b < batch_id]
         self.samples_per_batch = max(self.samples_per_batch, smallest_batch(ledger.live_by_deadline, ledger.next_batch))
         self.restart()
@@ -413,11 +418,11 @@ class World:
 
     def change_config(self) -> None:
         """A restart with another S and P; a P that does not fit what is registered is refused (`reconcile`)."""
-        wanted = self.rng.randint(1, 2 * self.samples_per_batch)
+        wanted = self.dice.randint(1, 2 * self.samples_per_batch)
         if wanted < smallest_batch(self.ledger.live_by_deadline, self.ledger.next_batch):
             self.refused_configs += 1
         else:
             self.samples_per_batch = wanted
-        self.bound = self.rng.randint(0, 4)
+        self.bound = self.dice.randint(0, 4)
         self.lose_trainer()
         self.restart()

@@ -148,7 +148,7 @@ def test_a_small_gap_that_lasts_is_seen_in_all_windows_together():
     rng = random.Random(7)
     for version in range(150):
         for _ in range(4):
-            ends = [lost(1000) if rng.random() < 0.3 else trained(1000), *[trained(rng.randint(10, 99)) for _ in range(7)]]
+            ends = [(lost if rng.random() < (0.15 if i else 0.4) else trained)(rng.randint(10, 99) if i else 1000) for i in range(8)]
             meter.add(version, "t", "d", ends)
     assert judge(meter.closed(150)[-1], TOLERANCE) == [], "of one window it could be chance"
     assert "versions 0 to 149" in meter.alarms(150, TOLERANCE)[0]

@@ -113,7 +113,7 @@ class Lab:
             await asyncio.sleep(0.005)
 
     def states(self, uid: int = 0) -> list[str]:
-        return [t.state for t in self.core.ledger.samples[uid].trajectories]
+        return [t.state for t in self.core.ledger.samples[uid].trajectories] if uid in self.core.ledger.samples else []
 
     def take(self) -> int:
         """What training does with a batch: assembled, applied, committed."""

@@ -9,9 +9,10 @@ from rollout.version import Version
 
 def test_H7_batches_that_train_nothing_raise_an_alarm_that_names_the_cause():
     batch = {"skipped": "every advantage is 0", "batch_id": 1}
-    quiet = SimpleNamespace(history=SimpleNamespace(recent=deque([{"skipped": None}, *[batch] * 4])))
+    others = {"holds": SimpleNamespace(alarms=list), "bias": SimpleNamespace(alarms=[])}
+    quiet = SimpleNamespace(**others, history=SimpleNamespace(recent=deque([{"skipped": None}, *[batch] * 4])))
     assert alarms(quiet) == []
-    loud = SimpleNamespace(history=SimpleNamespace(recent=deque([{"skipped": None}, *[batch] * 5])))
+    loud = SimpleNamespace(**others, history=SimpleNamespace(recent=deque([{"skipped": None}, *[batch] * 5])))
     assert "last 5 batches trained nothing (every advantage is 0)" in alarms(loud)[0]
 
 

@@ -29,7 +29,7 @@ def held(preset: Preset, groups: list[Group], seconds: float, *, batch: int = 3,
     return decide(groups, batch, samples, preset, now=100.0 + seconds, hold=first.hold, **more)
 
 
-STRAGGLER = [Group(0, 3, 1, 7), full(1, 3), full(2, 3)]
+STRAGGLER = [Group(0, 3, 1, 7), full(1, 3), full(2, 4)]
 """Batch 3 has its two samples, and sample 0 must be trained by batch 3: the dry-run holds it."""
 
 
@@ -50,7 +50,7 @@ def test_V3_deadline_discards_the_straggler_with_a_reason_and_makes_the_batch_at
 def test_deadline_holds_the_next_batch_anew():
     hold = held(DEADLINE, STRAGGLER, 59.0).hold
     assert hold is not None
-    later = [Group(g.uid, 4, g.running, g.ready) for g in STRAGGLER]
+    later = [Group(g.uid, g.deadline_batch + 1, g.running, g.ready) for g in STRAGGLER]
     assert decide(later, 4, 2, DEADLINE, now=1000.0, hold=hold).hold == Hold(4, 0, 0.0, 1000.0)
 
 

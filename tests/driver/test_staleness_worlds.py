@@ -31,12 +31,13 @@ EVERY_FAULT = st.builds(
 def worlds(draw, presets=("strict",), faults=EVERY_FAULT):
     n = draw(st.integers(2, 5))
     name = draw(st.sampled_from(presets))
+    min_group = draw(st.integers(1, n - 1))
     preset = Preset(
         name,
         n=n,
-        min_group=draw(st.integers(1, n - 1)),
+        min_group=min_group,
         hold_s=draw(st.sampled_from([1.0, 50.0, 1000.0])),
-        partial_k=draw(st.integers(1, n - 1)),
+        partial_k=draw(st.integers(min_group, n - 1)),
         partial_after_s=draw(st.sampled_from([0.0, 50.0])),
     )
     lengths = draw(st.sampled_from(LENGTHS))
