@@ -20,17 +20,18 @@ def engine_with(tmp_path: Path, *faults: dict) -> str:
     return f"rollout.engine_args={json.dumps(['--faults', str(script)])}"
 
 
-STRAGGLER = {"fault": "slow", "call": "/generate", "seconds": 15.0, "chunks": 0, "after": 10, "times": 1}
+STRAGGLER = {"fault": "slow", "call": "/generate", "seconds": 10.0, "chunks": 0, "after": 10, "times": 1}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", ["strict", "deadline", "partial"])
 def test_V3_V4_a_straggler_in_a_whole_run_is_waited_for_or_discarded_with_its_reason(tmp_path, preset):
     keys = {"strict": [], "deadline": ["staleness.hold_s=1"], "partial": ["staleness.partial_k=3"]}[preset]
-    settings = ["stop.batches=8", "staleness.bound=0", "rollout.stream_interval=4", f"staleness.preset={preset}", *keys]
+    settings = ["stop.batches=4", "staleness.bound=0", "rollout.stream_interval=4", f"staleness.preset={preset}", *keys]
+    settings.append("trainer.critic={}")  # without one, a batch of equal rewards is skipped, and so discarded
     run = run_to_the_end(tmp_path, ROWS, *settings, engine_with(tmp_path, STRAGGLER))
     ends = list(read_trajectories(run / "archive"))
-    assert len(ends) == 8 * 4 * 4 and len(read_metrics(run)) == 8
+    assert len(ends) == 4 * 4 * 4 and len(read_metrics(run)) == 4
     assert {batch["staleness_max"] for batch in read_metrics(run)} == {0}
     discarded = [end for end in ends if end.outcome == "discarded"]
     if preset == "strict":

@@ -96,13 +96,16 @@ class Lab:
     async def _replace(self, slot: Any, reason: str) -> None: ...
 
     async def start(self, engine: Engine, capacity: int = 8, rows: int = 3) -> None:
-        made = [DataRow(i, f"sort {i} =", None, "1", "sort", {}) for i in range(rows)]
-        await self.feed.add(None, "rows", iter([made]), None)
+        await self.feed.add(None, "rows", iter([self.rows(rows)]), None)
         slot = self.pool.register("engine-0", engine, 1, capacity)  # type: ignore[arg-type]
         self.pool.open(slot, VERSION)
         self.pusher._verified[str(VERSION)] = None
         self.slot = slot
         self.tasks = [asyncio.create_task(self.dispatch.run()), asyncio.create_task(self.scoring.run())]
+
+    @staticmethod
+    def rows(count: int) -> list[DataRow]:
+        return [DataRow(i, f"sort {i} =", None, "1", "sort", {}) for i in range(count)]
 
     async def until(self, condition: Any, what: str) -> None:
         until = time.monotonic() + 10
@@ -191,6 +194,7 @@ async def test_V8_half_a_group_that_goes_in_mid_dispatch_leaves_what_it_has_or_i
     await lab.start(Engine(slow=set(range(ready, 4))), capacity=8, rows=1)
     await lab.until(lambda: lab.states().count("ready") == ready and lab.dispatch.in_flight == 4 - ready, "some are ready")
     lab.dispatch.cut(lab.core.ledger.samples[0], "deadline: held too long: test")
+    assert len(lab.core.ledger.samples) == ready - 1, "a group that is too small can be taken by no batch, from this moment on"
     await lab.until(lambda: lab.dispatch.in_flight == 0, "tasks have ended")
     if ready == 2:
         assert lab.states().count("ready") == 2 and lab.core.ledger.live_by_deadline == {0: 1}
@@ -258,12 +262,14 @@ async def test_V1_at_S_0_nobody_is_registered_for_a_version_that_no_engine_has_a
 
 @pytest.mark.parametrize("lab", [["staleness.bound=3"]], indirect=True)
 async def test_V9_a_sample_is_tagged_with_what_the_engines_have_and_not_with_what_was_trained(lab):
-    await lab.start(Engine(slow=set()), rows=9)
+    await lab.start(Engine(slow=set()), rows=2)
     for _ in range(2):
         await lab.until(lambda: any(not s.waiting for s in lab.core.ledger.live()), "one is ready")
         lab.take()
     ledger = lab.core.ledger
     assert (ledger.trained_version, ledger.serving_version) == (2, 0), "the trainer is two steps ahead"
+    await lab.feed.add("d000000", "rows", iter([lab.rows(3)]), None)
+    lab.core.ring()
     await lab.until(lambda: ledger.next_uid == 4, "all that the bound lets in are registered")
     assert {(s.version_tag, s.deadline_batch) for s in ledger.samples.values()} == {(0, 3)}
     shown = SimpleNamespace(core=lab.core, holds=lab.holds, dispatch=lab.dispatch)
