@@ -17,6 +17,7 @@ from driver.events import Event
 from driver.feed import Feed
 from driver.ledger import Ledger, Sample
 from driver.ledger_db import LedgerDB
+from driver.limits import Limits, load_limits, save_limits
 from driver.settings import RunConfig
 from store import Store
 
@@ -84,6 +85,24 @@ class Core:
     on_over: list[Callable[[Sample], None]] = field(default_factory=list)  # told each sample of which all has finished
     stopping: bool = False  # the process ends; everything is kept for the next start
     started: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        self.limits = load_limits(self.db, self._configured)
+
+    @property
+    def _configured(self) -> Limits:
+        return Limits(self.config.staleness.bound, self.config.batch.samples)
+
+    def change_limits(self, limits: Limits) -> None:
+        """Another S or P, from now on and after restarts."""
+        self.limits = limits
+        save_limits(self.db, limits, self._configured)
+        self.ring()
+
+    @property
+    def samples_per_batch(self) -> int:
+        """P of the next batch."""
+        return self.limits.samples_now(self.ledger.live_by_deadline, self.ledger.next_batch)
 
     def bell(self) -> Bell:
         bell = Bell()

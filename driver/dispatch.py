@@ -164,7 +164,7 @@ class Dispatch:
             pass_index=place.pass_index,
             position=place.position,
             version_tag=ledger.serving_version,
-            deadline_batch=ledger.serving_version + config.staleness.bound,
+            deadline_batch=ledger.serving_version + core.limits.bound,
             n=config.rollout.n,
             time=time.time(),
         )
@@ -186,14 +186,13 @@ class Dispatch:
                 return "all rows were sent"
             return "all rows were sent and the dataset is open: append rows or close it"
         live = sum(ledger.live_by_deadline.values())
-        wanted = None if config.stop.batches is None else config.stop.batches * config.batch.samples
-        if wanted is not None and ledger.samples_taken + live >= wanted:
+        if config.stop.batches is not None and live >= (config.stop.batches - ledger.next_batch) * core.limits.samples:
             return f"the last of {config.stop.batches} batches has all its samples"
-        deadline = ledger.serving_version + config.staleness.bound
+        bound = core.limits.bound
+        deadline = ledger.serving_version + bound
         if deadline < ledger.next_batch:
-            bound = config.staleness.bound
             return f"the engines serve version {ledger.serving_version}, too old for batch {ledger.next_batch} with bound {bound}"
-        room = admissible(ledger.live_by_deadline, deadline, ledger.next_batch, config.batch.samples)
+        room = admissible(ledger.live_by_deadline, deadline, ledger.next_batch, core.limits.samples)
         reserved_bytes = ledger.counts.by_state[RUNNING] * config.sample_bytes // config.rollout.n
         self.kv_room = kv_room(
             ((slot.load, slot.capacity) for slot in self._pool.slots.values() if slot.state == "open"),
@@ -213,7 +212,7 @@ class Dispatch:
             d = self.decision
             if d.binding == "staleness":
                 batches = f"batches {ledger.next_batch} to {deadline}"
-                return f"staleness bound {config.staleness.bound}: {live} live samples are all that {batches} can take"
+                return f"staleness bound {bound}: {live} live samples are all that {batches} can take"
             which = f": {self.kv_room.bound}" if d.binding == "kv" else ""
             return f"watermark {d.watermark} reached with {self.in_flight + self.queued} in flight; {d.binding} binds{which}"
         return None

@@ -82,7 +82,7 @@ class Holds:
         decision = decide(
             [self._group(sample) for sample in ledger.live()],
             ledger.next_batch,
-            core.config.batch.samples,
+            core.samples_per_batch,
             self.preset,
             now=time.monotonic(),
             hold=self.hold,

@@ -48,7 +48,7 @@ def status(run: Run) -> dict[str, Any]:
         "trainer_busy": run.history.busy_shares.get("trainer"),
         "trajectories": counts(run),
         "staleness_max": max((s for s, c in ledger.staleness.items() if c), default=0),
-        "staleness_bound": config.staleness.bound,
+        "staleness_bound": run.core.limits.bound,
         "staleness_preset": config.staleness.preset,
         "logprob_gap_max": run.history.gap_max,
         "datasets": [msgspec.to_builtins(d) for d in run.core.feed.datasets()],
@@ -84,14 +84,16 @@ def counts(run: Run) -> dict[str, Any]:
 
 def staleness(run: Run) -> dict[str, Any]:
     """The histogram of what was taken into batches, and the live samples that are nearest to their deadline."""
-    ledger, config = run.core.ledger, run.core.config
+    ledger = run.core.ledger
     histogram = {str(s): c for s, c in sorted(ledger.staleness.items()) if c}
     taken = sum(ledger.staleness.values())
     mean = sum(s * c for s, c in ledger.staleness.items()) / taken if taken else None
     now = time.time()
     worst = sorted(ledger.live(), key=lambda s: (s.deadline_batch, s.uid))[:10]
     return {
-        "bound": config.staleness.bound,
+        "bound": run.core.limits.bound,
+        "samples": run.core.limits.samples,
+        "samples_now": run.core.samples_per_batch,
         **run.holds.facts(),
         "tokens_cut": run.dispatch.cut_tokens,
         "histogram": histogram,
@@ -222,7 +224,7 @@ def gauges(run: Run) -> dict[str, float]:
         "headrace_ledger_committed_version": float(ledger.committed_version),
         "headrace_ledger_serving_version": float(ledger.serving_version),
         "headrace_ledger_staleness_max_batches": float(max((s for s, c in ledger.staleness.items() if c), default=0)),
-        "headrace_ledger_staleness_bound_batches": float(run.config.staleness.bound),
+        "headrace_ledger_staleness_bound_batches": float(run.core.limits.bound),
         "headrace_dispatch_in_flight_trajectories": float(run.dispatch.in_flight),
         "headrace_dispatch_watermark_trajectories": float(decision.watermark if decision else 0),
         "headrace_dispatch_tokens_total": float(run.dispatch.tokens_sampled),

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from driver.batcher import smallest_batch
 from driver.core import Core
 from driver.events import RowsLost, TrajectoryRetried
 from driver.ledger import Sample
@@ -38,12 +37,6 @@ def reconcile(core: Core, store: EmbeddedStore, settle: Callable[[Sample], None]
     for trajectory in [t for s in ledger.live() for t in s.in_state("running") if t.reason is None]:
         # Whether it had been sent is not known: its next request counts as another try.
         core.apply(TrajectoryRetried(traj_uid=trajectory.traj_uid, kind="infrastructure", reason="the driver was restarted"))
-    needed = smallest_batch(ledger.live_by_deadline, ledger.next_batch)
-    if needed > config.batch.samples:
-        raise CannotContinue(
-            f"batch.samples is {config.batch.samples}, but samples were registered for larger batches: at least {needed} a batch "
-            f"are needed to train them in time. Set batch.samples to {needed} or more, or begin a new run_id"
-        )
     for sample in list(ledger.live()):
         settle(sample)
     published = store.keys()

@@ -38,7 +38,7 @@ from driver.routing import Routing
 from driver.scoring import Scoring
 from driver.settings import RunConfig
 from driver.snapshot import PushImpossible
-from driver.training import BatchTooSmall, CheckpointMissing, Training
+from driver.training import CheckpointMissing, Training
 from driver.transport import Transports
 from driver.watermark import Watermark
 from rollout.client import make_http
@@ -49,14 +49,7 @@ from store import EmbeddedStore, StoreStats
 from trainer.client import TrainerRefused
 
 log = logging.getLogger("headrace.run")
-EXPECTED = (
-    StartFailed,
-    TrainerRefused,
-    CheckpointMissing,
-    BatchTooSmall,
-    LedgerError,
-    PushImpossible,
-)  # their text is for the user and says it all
+EXPECTED = (StartFailed, TrainerRefused, CheckpointMissing, LedgerError, PushImpossible)  # their text is for the user and says it all
 
 
 class Run:

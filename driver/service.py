@@ -32,6 +32,7 @@ from driver.feed import FeedError
 from driver.ledger_db import LedgerError
 from driver.run import Run
 from driver.service_bias import add_bias
+from driver.service_limits import add_limits
 from driver.settings import SECRETS
 from rollout.address import NotAllowed
 
@@ -272,6 +273,7 @@ def create_app(runs: dict[str, Run], *, token: str | None, loopback: bool, shutd
         return PlainTextResponse("\n".join(text.splitlines()[-lines:]) + "\n")
 
     add_bias(app, RunDep)
+    add_limits(app, RunDep)
 
     # ---- datasets ------------------------------------------------------------------------------------------------------
 

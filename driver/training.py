@@ -23,7 +23,6 @@ import msgspec
 
 from driver.advantage import advantages
 from driver.balance import PlanRow, plan
-from driver.batcher import smallest_batch
 from driver.core import Busy, Core
 from driver.events import BatchApplied, BatchAssembled, BatchUnmade, EpochBegan, VersionCommitted
 from driver.holds import Holds
@@ -40,10 +39,6 @@ log = logging.getLogger("headrace.training")
 
 class CheckpointMissing(RuntimeError):
     """What was committed is not on disk any more; nothing of it can be replayed. A sentence for the user."""
-
-
-class BatchTooSmall(RuntimeError):
-    """What went back into the queue does not fit into the smaller batches of the configuration (A4). A sentence for the user."""
 
 
 class Training:
@@ -386,12 +381,6 @@ class Training:
             core.apply(BatchUnmade(batch_id=batch_id, lost=missing[batch_id]))
             for uid in uids:
                 self._on_running_again(ledger.samples[uid])
-        needed = smallest_batch(ledger.live_by_deadline, ledger.next_batch)
-        if needed > core.config.batch.samples:
-            raise BatchTooSmall(
-                f"batch.samples is {core.config.batch.samples}, and batches of {needed} samples lost their rows and must be made again: "
-                f"set batch.samples to {needed} or more until they are trained, or begin a new run_id"
-            )
 
 
 def _decode_plan(plan: bytes) -> list[MiniBatch]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from driver.batcher import admissible, smallest_batch
+from driver.batcher import admissible
 from driver.bias import End, Meter
 from driver.events import (
     BatchApplied,
@@ -32,6 +32,7 @@ from driver.events import (
     VersionServed,
 )
 from driver.ledger import CONSUMED, READY, RUNNING, Ledger, Sample, kind_of
+from driver.limits import Limits
 from driver.policy import Decision, Hold, Preset, decide, facts_of
 
 DATA = Path(__file__).parent / "data"
@@ -113,8 +114,8 @@ class World:
         self.max_live = self.max_lag = 0
         self.staleness: list[tuple[int, int]] = []  # (batch_id, staleness) of each sample taken
         self.stepped: list[float] = []  # when each step ended
-        self.refused_configs = 0
-        self.wasted = 0.0
+        self.most = self.samples_per_batch  # P as A4 is checked with: on its way from what it was to what is wanted
+        self.wasted = self.generated = 0.0  # slot time of what was cut, and of what ended by itself
         for name in ("kill_engine", "lose_trainer", "lose_host", "change_config", "evaluate"):
             self._next_fault(name)
 
@@ -146,10 +147,17 @@ class World:
         wanted = self.batches is not None and self.ledger.next_batch >= self.batches
         return (wanted or (self._exhausted and not self.ledger.live_by_deadline)) and self.ledger.trained_version == self.ledger.next_batch
 
+    @property
+    def samples_now(self) -> int:
+        """As `Core.samples_per_batch`."""
+        return Limits(self.bound, self.samples_per_batch).samples_now(self.ledger.live_by_deadline, self.ledger.next_batch)
+
     def _check(self) -> None:
         if not self.checked:
             return
-        ledger, per_batch = self.ledger, self.samples_per_batch
+        ledger, per_batch = self.ledger, max(self.samples_per_batch, self.most)
+        assert self.samples_now <= per_batch, "a smaller P is adopted step by step, and never grows again on the way"
+        self.most = self.samples_now
         deadlines = Counter(s.deadline_batch for s in ledger.live())
         live = 0
         for d in sorted(deadlines):
@@ -188,7 +196,7 @@ class World:
     def _register(self) -> bool:
         ledger = self.ledger
         live = sum(ledger.live_by_deadline.values())
-        if self._exhausted or (self.batches is not None and ledger.samples_taken + live >= self.batches * self.samples_per_batch):
+        if self._exhausted or (self.batches is not None and live >= (self.batches - ledger.next_batch) * self.samples_per_batch):
             return False
         deadline = ledger.serving_version + self.bound
         if deadline < ledger.next_batch or admissible(ledger.live_by_deadline, deadline, ledger.next_batch, self.samples_per_batch) < 1:
@@ -224,6 +232,7 @@ class World:
         trajectory = self.ledger.trajectory(traj_uid)
         assert trajectory is not None and trajectory.state == RUNNING
         sample = self.ledger.samples[trajectory.uid]
+        self.generated += self.length[traj_uid]
         tokens = self.tokens[traj_uid] = int(self.length.pop(traj_uid))
         if self.dice.random() < self.faults.discard:
             self.apply(TrajectoryDiscarded(traj_uid=traj_uid, reason="data: scripted", time=self.now))
@@ -281,7 +290,7 @@ class World:
             sample = ledger.samples[uid]
             assert ledger.next_batch <= sample.deadline_batch, "A3"
             self.staleness.append((ledger.next_batch, ledger.next_batch - sample.version_tag))
-        assert len(decision.uids) == self.samples_per_batch or self._exhausted, "a batch is full"
+        assert len(decision.uids) == self.samples_now or self._exhausted, "a batch is full"
         self.apply(BatchAssembled(batch_id=ledger.next_batch, uids=decision.uids, plan=b"[]", time=self.now))
         self._step(ledger.trained_version)
 
@@ -290,7 +299,7 @@ class World:
         decision = decide(
             [facts_of(s, self.preset, self.now) for s in ledger.live()],
             ledger.next_batch,
-            self.samples_per_batch,
+            self.samples_now,
             self.preset,
             now=self.now,
             hold=self.hold,
@@ -403,7 +412,7 @@ class World:
             rows = [t.traj_uid for uid in uids for t in ledger.samples[uid].in_state(CONSUMED)]
             self.apply(BatchUnmade(batch_id=batch_id, lost=frozenset(r for r in rows if batch_id == first or self.dice.random() < 0.7)))
             self.staleness = [(b, s) for b, s in self.staleness if b < batch_id]
-        self.samples_per_batch = max(self.samples_per_batch, smallest_batch(ledger.live_by_deadline, ledger.next_batch))
+            self.most = max(self.most, len(uids))
         self.restart()
 
     def restart(self) -> None:
@@ -417,12 +426,10 @@ class World:
             self.settle(sample)
 
     def change_config(self) -> None:
-        """A restart with another S and P; a P that does not fit what is registered is refused (`reconcile`)."""
-        wanted = self.dice.randint(1, 2 * self.samples_per_batch)
-        if wanted < smallest_batch(self.ledger.live_by_deadline, self.ledger.next_batch):
-            self.refused_configs += 1
-        else:
-            self.samples_per_batch = wanted
+        """Another S and P, over REST or by a restart with another file: what lives keeps its deadline, and P shrinks as A4 lets it."""
+        self.samples_per_batch = self.dice.randint(1, min(12, 2 * self.samples_per_batch))
         self.bound = self.dice.randint(0, 4)
-        self.lose_trainer()
-        self.restart()
+        self.changed = True
+        if self.dice.random() < 0.5:
+            self.lose_trainer()
+            self.restart()

@@ -52,6 +52,7 @@ def worlds(draw, presets=("strict",), faults=EVERY_FAULT):
         push_s=lambda rng: rng.expovariate(1.0) * push_s,
         checkpoint_every=draw(st.integers(1, 4)),
         rows=draw(st.one_of(st.none(), st.integers(1, 60))),
+        batches=draw(st.one_of(st.none(), st.integers(1, 40))),
         faults=draw(faults),
         seed=draw(st.integers(0, 2**32)),
     )
@@ -88,7 +89,7 @@ def test_A3_A4_L0_the_other_presets_keep_the_bound_too(world, events):
 @settings(max_examples=60, deadline=None)
 @given(worlds(presets=("strict", "deadline", "partial")))
 def test_A2_a_run_over_closed_input_ends_with_every_trajectory_ended_once(world):
-    world.rows = 30
+    world.rows, world.batches = 30, None
     world.run(events=400)
     world.heal()
     world.run(events=200_000)
