@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from driver.core import Core
-from driver.ledger import RUNNING, Sample, Upsert
+from driver.ledger import READY, RUNNING, Sample, Upsert
 from driver.policy import Decision, Group, Hold, Preset, decide, facts_of, is_ready
 from driver.settings import RunConfig
 
@@ -55,6 +55,9 @@ class Holds:
         self._cut = cut
         self._moving = moving
         self._alarmed: int | None = None
+        self._seen: tuple[Any, ...] = ()
+        self._due = 0.0
+        self.blocking_uid: int | None = None  # the sample that the next batch waits for
         self.preset = preset_of(core.config)
         self.hold: Hold | None = None
         self.again_s = LOOK_S
@@ -66,11 +69,19 @@ class Holds:
     def look(self, *, short_allowed: bool) -> tuple[int, ...] | None:
         """The samples of the next batch, with nothing of them running any more; None while there is none, with the reason recorded."""
         core, ledger = self._core, self._core.ledger
+        # A look goes over all that lives: not at each answer of thousands. In strict an answer counts when it is its sample's last.
+        of_answers = 0 if self.preset.name == "strict" else ledger.counts.by_state[READY]
+        seen = (ledger.settlings, of_answers, short_allowed, core.limits)
+        if seen == self._seen and time.monotonic() < self._due:
+            return None
+        self._seen = ()
         while (decision := self._decide(short_allowed)).cuts:
             # And decide again: once settled, a sample may still turn out to be one that is filtered.
             for cut in decision.cuts:
                 self._cut(ledger.samples[cut.uid], cut.reason)
+        self.blocking_uid = decision.blocking_uid
         if decision.uids is None:
+            self._seen, self._due = seen, time.monotonic() + self.again_s
             core.waiting("trainer", decision.reason)
             self._warn()
             return None
@@ -89,7 +100,9 @@ class Holds:
             moving=self._moving(),
             short_allowed=short_allowed,
         )
-        self.again_s = LOOK_S if decision.again_s is None else max(LEAST_LOOK_S, min(LOOK_S, decision.again_s))
+        hold, alarm_s = decision.hold, core.config.staleness.alarm_s
+        until_alarm_s = alarm_s - hold.held_s if hold is not None and hold.held_s < alarm_s else LOOK_S
+        self.again_s = max(LEAST_LOOK_S, min(LOOK_S, until_alarm_s, LOOK_S if decision.again_s is None else decision.again_s))
         if self.hold is not None and decision.hold is None:
             self._ended(self.hold, discarding=bool(decision.cuts))
         self.hold = decision.hold

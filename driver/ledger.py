@@ -142,6 +142,7 @@ class Ledger:
         self.ended: str | None = None
         self.samples_taken = 0
         self.just_over: list[Sample] = []  # by the last event: all of it has finished
+        self.settlings = 0  # grows with each event that may make another batch possible
 
     # ---- reading -----------------------------------------------------------------------------------------------------
 
@@ -167,6 +168,8 @@ class Ledger:
         self.just_over = []
         writes: list[Upsert] = getattr(self, "_on_" + type(event).__name__)(event)
         assert self.counts.balanced(), f"A1 broken by {event}"
+        unfinished = isinstance(event, TrajectoryReady) and not self.settled(self._in_state(event.traj_uid, READY).uid)
+        self.settlings += not (unfinished or isinstance(event, SampleRegistered | TrajectoryRetried))
         return writes
 
     def _on_SampleRegistered(self, e: SampleRegistered) -> list[Upsert]:

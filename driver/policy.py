@@ -70,6 +70,7 @@ class Decision:
     cuts: tuple[Cut, ...] = ()
     hold: Hold | None = None
     again_s: float | None = None
+    blocking_uid: int | None = None
 
 
 def facts_of(sample: Sample, preset: Preset, now: float) -> Group:
@@ -115,7 +116,7 @@ def decide(
         return Decision(choice.uids, cuts=tuple(Cut(g.uid, _partial(g, next_batch, preset)) for g in unfinished))
     waiting = sorted((g for g in groups if not is_ready(g, preset)), key=lambda g: (g.deadline_batch, g.uid))
     if not _held(groups, waiting, next_batch, samples_per_batch, preset, short_allowed):
-        return Decision(None, choice.reason, again_s=_until_enough(waiting, preset))
+        return Decision(None, choice.reason, again_s=_until_enough(waiting, preset), blocking_uid=choice.blocking_uid)
     same = hold is not None and hold.batch_id == next_batch
     held_s = 0.0 if hold is None or not same else hold.held_s + (now - hold.seen_at if moving else 0.0)
     if preset.name == "deadline" and held_s >= preset.hold_s:
@@ -125,7 +126,8 @@ def decide(
             reason = f"deadline: held too long: batch {next_batch} waited {held_s:.1f} s for it (staleness.hold_s {preset.hold_s:g})"
             return Decision(choice.uids, cuts=tuple(Cut(g.uid, reason) for g in cut))
     left_s = preset.hold_s - held_s if preset.name == "deadline" and held_s < preset.hold_s else _until_enough(waiting, preset)
-    return Decision(None, choice.reason, hold=Hold(next_batch, waiting[0].uid, held_s, now), again_s=left_s)
+    hold = Hold(next_batch, waiting[0].uid, held_s, now)
+    return Decision(None, choice.reason, hold=hold, again_s=left_s, blocking_uid=choice.blocking_uid)
 
 
 def _partial(group: Group, batch_id: int, preset: Preset) -> str:

@@ -17,10 +17,11 @@ from driver.config import load_config
 from driver.core import Core
 from driver.datasets import DataRow
 from driver.dispatch import Dispatch
-from driver.events import BatchApplied, BatchAssembled, VersionCommitted, VersionServed
+from driver.events import BatchApplied, BatchAssembled, TrajectoryDiscarded, VersionCommitted, VersionServed
 from driver.feed import Feed
 from driver.holds import Holds
 from driver.ledger_db import LedgerDB
+from driver.policy import decide
 from driver.push import Pusher
 from driver.scoring import Scoring
 from driver.service import create_app
@@ -217,6 +218,21 @@ async def test_L1_V3_in_strict_a_long_hold_raises_an_alarm_and_discards_nothing(
     assert "batch 0 is held for" in alarm and "1 of 4 trajectories run" in alarm and "s0000000000000000t0001" in alarm
     assert not lab.core.ledger.counts.by_reason and lab.states().count("running") == 1
     assert lab.holds.facts()["hold"]["uid"] == 0 and lab.holds.gauges()["headrace_hold_now_seconds"] > 0.02
+
+
+async def test_O3_an_answer_that_finishes_no_sample_is_no_reason_to_look_through_all_that_live(lab, monkeypatch):
+    looks = []
+    monkeypatch.setattr("driver.holds.decide", lambda *facts, **more: looks.append(1) or decide(*facts, **more))
+    await lab.start(Engine(slow={3}), rows=1)
+    await lab.until(lambda: lab.core.ledger.samples, "it is registered")
+    ready = []
+    while len(ready) < 3:
+        assert lab.holds.look(short_allowed=False) is None
+        ready = [state for state in lab.states() if state == "ready"]
+        await asyncio.sleep(0.001)
+    assert len(looks) <= 2, "once, and once more if a second went by"
+    lab.core.apply(TrajectoryDiscarded(traj_uid="s0000000000000000t0003", reason="test", time=1.0))
+    assert lab.holds.look(short_allowed=False) == (0,)
 
 
 @pytest.mark.parametrize("lab", [DEADLINE], indirect=True)
