@@ -6,17 +6,13 @@ import json
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from driver.bias import DIMENSIONS
+from driver.terminal import RunName, Service, Url, out
 
 HEADINGS = {"length": "answer of", "task_type": "task type", "dataset": "dataset"}
-
-
-Url = Annotated[str | None, typer.Option(help="the service's address", envvar="HEADRACE_URL")]
-RunName = Annotated[str | None, typer.Option("--run", help="which run; default: the only one")]
 
 
 def bias(
@@ -26,17 +22,15 @@ def bias(
     as_json: Annotated[bool, typer.Option("--json", help="as JSON")] = False,
 ) -> None:
     """Is what is trained what was sampled? By length, task type and dataset."""
-    from driver.cli import Service, out  # which imports this module
-
     service = Service(url)
     facts = service.call("GET", f"/v1/runs/{service.run(run)}/bias")
     if as_json:
         out.print_json(json.dumps(facts))
     else:
-        show(facts, total, out)
+        show(facts, total)
 
 
-def show(facts: dict[str, Any], total: bool, out: Console) -> None:
+def show(facts: dict[str, Any], total: bool) -> None:
     """The tables of one window, and what it alarms about."""
     window = facts["total"] if total else facts["newest_closed"]
     if window is None:

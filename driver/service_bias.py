@@ -7,7 +7,7 @@ from fastapi import FastAPI
 from driver.run import Run
 
 
-def add_bias(app: FastAPI, run_dep: Any) -> None:
+def add_routes(app: FastAPI, run_dep: Any) -> None:
     """`GET /v1/runs/RUN/bias`."""
 
     @app.get("/v1/runs/{run}/bias", tags=["runs"])

@@ -19,7 +19,7 @@ class NewLimits(BaseModel):
     samples: int | None = Field(None, ge=1, le=1_000_000, description="P; a smaller one waits until what lives fits into such batches")
 
 
-def add_limits(app: FastAPI, run_dep: Any) -> None:
+def add_routes(app: FastAPI, run_dep: Any) -> None:
     """`PUT /v1/runs/RUN/staleness`."""
 
     @app.put("/v1/runs/{run}/staleness", tags=["runs"])

@@ -258,7 +258,9 @@ async def test_V4_the_meter_hears_of_every_end_with_its_length_and_shows_it_over
     assert (window.whole.sampled, window.whole.trained) == (4, 3) and window.reasons == {"partial: 3 of 4": 1}
     assert {key: (c.sampled, c.trained) for key, c in window.cells["length"].items()} == {"2": (3, 3), "3": (1, 0)}
     assert window.cells["task_type"].keys() == {"sort"} and window.cells["dataset"].keys() == {"d000000"}
-    app = create_app({"sort-digits": SimpleNamespace(bias=lab.bias)}, token=None, loopback=True, shutdown=lambda: None)  # type: ignore[dict-item]
+    app = create_app(
+        SimpleNamespace(runs={"sort-digits": SimpleNamespace(bias=lab.bias)}, waiting={}), token=None, loopback=True, shutdown=lambda: None
+    )
     facts = TestClient(app).get("/v1/runs/sort-digits/bias").json()
     assert facts["total"]["sampled"] == 4 and facts["newest_closed"] is None and facts["windows"][0]["closed"] is False
     assert [row["name"] for row in facts["total"]["length"]] == ["2 to 2 tokens", "3 to 3 tokens"]

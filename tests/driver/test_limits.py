@@ -43,7 +43,7 @@ async def lab(tmp_path):
 
 async def put(lab: Lab, **body: int) -> tuple[int, dict]:
     runs = {"sort-digits": SimpleNamespace(core=lab.core)}
-    app = create_app(runs, token=None, loopback=True, shutdown=lambda: None)  # type: ignore[arg-type]
+    app = create_app(SimpleNamespace(runs=runs, waiting={}), token=None, loopback=True, shutdown=lambda: None)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as http:
         async with asyncio.timeout(10):
             reply = await http.put("/v1/runs/sort-digits/staleness", json=body)
