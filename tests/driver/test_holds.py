@@ -278,6 +278,42 @@ async def test_V1_at_S_0_nobody_is_registered_for_a_version_that_no_engine_has_a
     await lab.until(lambda: 1 in lab.core.ledger.samples, "the push is done, and the next is registered")
 
 
+async def test_V6_after_a_restart_staleness_counters_and_the_first_tag_say_the_version_that_was_reached(tmp_path):
+    before = Lab(tmp_path)
+    await before.start(Engine(slow=set()), rows=5)
+    for version in (1, 2):
+        await before.until(lambda: any(not s.waiting for s in before.core.ledger.live()), "one is ready")
+        before.take()
+        before.core.paused = version == 2
+        before.core.apply(VersionServed(version=version))
+    await before.close()
+    after = Lab(tmp_path)
+    try:
+        ledger = after.core.ledger
+        assert (ledger.serving_version, ledger.trained_version, ledger.next_batch) == (2, 2, 2)
+        assert ledger.staleness == before.core.ledger.staleness == {0: 2}
+        await after.start(Engine(slow=set()), rows=1)
+        await after.until(lambda: ledger.live_by_deadline, "the next is registered")
+        assert [(s.uid, s.version_tag, s.deadline_batch) for s in ledger.live()] == [(2, 2, 2)]
+    finally:
+        await after.close()
+
+
+@pytest.mark.parametrize("lab", [["staleness.bound=2"]], indirect=True)
+async def test_V7_engines_that_are_always_ahead_of_the_trainer_make_what_is_kept_no_larger(lab):
+    await lab.start(Engine(slow=set()), rows=60)
+    ledger, dispatch = lab.core.ledger, lab.dispatch
+    for version in range(40):
+        await lab.until(lambda: len(ledger.samples) == 3 and not any(s.waiting for s in ledger.live()), "all that S = 2 lets in")
+        lab.take()
+        lab.core.apply(VersionServed(version=version + 1))
+    await lab.until(lambda: len(ledger.samples) == 3 and not any(s.waiting for s in ledger.live()) and not dispatch.in_flight, "rest")
+    turns = dispatch.turns
+    kept = (ledger.samples, ledger.batches, dispatch._rows, dispatch._tasks, dispatch._queue, turns._first, turns._last, turns.progress)
+    assert [len(each) for each in kept] == [3, 0, 0, 0, 0, 0, 0, 0]
+    assert ledger.counts.by_outcome == {"trained": 160} and max(ledger.staleness) == 2
+
+
 @pytest.mark.parametrize("lab", [["staleness.bound=3"]], indirect=True)
 async def test_V9_a_sample_is_tagged_with_what_the_engines_have_and_not_with_what_was_trained(lab):
     await lab.start(Engine(slow=set()), rows=2)
