@@ -225,12 +225,12 @@ async def test_O3_an_answer_that_finishes_no_sample_is_no_reason_to_look_through
     monkeypatch.setattr("driver.holds.decide", lambda *facts, **more: looks.append(1) or decide(*facts, **more))
     await lab.start(Engine(slow={3}), rows=1)
     await lab.until(lambda: lab.core.ledger.samples, "it is registered")
-    ready = []
-    while len(ready) < 3:
+    for _ in range(10):
         assert lab.holds.look(short_allowed=False) is None
-        ready = [state for state in lab.states() if state == "ready"]
-        await asyncio.sleep(0.001)
-    assert len(looks) <= 2, "once, and once more if a second went by"
+    await lab.until(lambda: lab.states().count("ready") == 3, "three of four are ready")
+    for _ in range(10):
+        assert lab.holds.look(short_allowed=False) is None
+    assert len(looks) <= 3, "once, and once more for each second that went by"
     lab.core.apply(TrajectoryDiscarded(traj_uid="s0000000000000000t0003", reason="test", time=1.0))
     assert lab.holds.look(short_allowed=False) == (0,)
 
