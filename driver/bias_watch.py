@@ -66,17 +66,23 @@ class BiasWatch:
             for first in sorted(changed)
         )
 
-    def facts(self) -> dict[str, Any]:
-        """For `/v1/runs/RUN/bias`: all windows in a line each; the newest closed one, and all together, by length, task and dataset."""
+    def facts(self, version: int | None = None) -> dict[str, Any]:
+        """For `/v1/runs/RUN/bias`: all windows in a line each; one of them, and all together, by length, task and dataset.
+
+        The one is that of samples with this version_tag (closed or not), or the newest that is closed. KeyError: nothing is kept of it.
+        """
         meter, closed = self.meter, self.meter.closed(self.oldest_version)
         everything, over = [meter.windows[first] for first in sorted(meter.windows)], {window.first for window in closed}
+        window = closed[-1] if closed else None
+        if version is not None:
+            window = meter.windows[version - version % meter.window_versions]
         return {
             "run_id": self._core.run_id,
             "window_versions": meter.window_versions,
             "tolerance": self._core.config.staleness.bias_tolerance,
             "alarms": self.alarms,
             "windows": [_line(window) | {"closed": window.first in over} for window in everything],
-            "newest_closed": _table(closed[-1]) if closed else None,
+            "window": _table(window) if window is not None else None,
             "total": _table(meter.total(everything)) if everything else None,
         }
 

@@ -18,12 +18,14 @@ HEADINGS = {"length": "answer of", "task_type": "task type", "dataset": "dataset
 def bias(
     url: Url = None,
     run: RunName = None,
+    version: Annotated[int | None, typer.Option(min=0, help="the window of this version_tag; default: the newest closed one")] = None,
     total: Annotated[bool, typer.Option("--total", help="all versions together, not the newest window")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="as JSON")] = False,
 ) -> None:
     """Is what is trained what was sampled? By length, task type and dataset."""
     service = Service(url)
-    facts = service.call("GET", f"/v1/runs/{service.run(run)}/bias")
+    params = {} if version is None else {"version": version}
+    facts = service.call("GET", f"/v1/runs/{service.run(run)}/bias", params=params)
     if as_json:
         out.print_json(json.dumps(facts))
     else:
@@ -32,7 +34,7 @@ def bias(
 
 def show(facts: dict[str, Any], total: bool) -> None:
     """The tables of one window, and what it alarms about."""
-    window = facts["total"] if total else facts["newest_closed"]
+    window = facts["total"] if total else facts["window"]
     if window is None:
         versions = facts["window_versions"]
         more = "" if total else "; --total shows those that are still open"

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
 from driver.bias import KEPT_WINDOWS, End, Meter, Window, bin_of, deciles, judge, least_of, length_alone, rise, rows
+from driver.bias_watch import _table
+from driver.commands_bias import show
 
 TOLERANCE = 0.02
 
@@ -170,3 +174,18 @@ def test_windows_of_another_width_are_not_taken_over():
     meter.add(7, "t", "d", [trained(10)])
     saved = list(meter.windows.values())
     assert Meter(5, saved).windows == meter.windows and not Meter(4, saved).windows
+
+
+def test_the_command_shows_a_window_as_tables_and_its_alarms(monkeypatch):
+    out = Console(record=True, width=120, file=io.StringIO())
+    monkeypatch.setattr("driver.commands_bias.out", out)
+    rng = random.Random(8)
+    samples = [[lost(900) if rng.random() < 0.6 else trained(900, 1.0), *[trained(20, 0.0)] * 7] for _ in range(300)]
+    window = window_of(samples, task="a[b]")
+    facts = {"window": _table(window), "total": None, "window_versions": 10, "alarms": judge(window, TOLERANCE)}
+    show(facts, total=False)
+    show(facts, total=True)
+    text = out.export_text()
+    assert "versions 0 to 9: 2400 trajectories sampled" in text and "partial: 7 of 8" in text
+    assert "a[b]" in text and "12.5%" in text and " σ" in text and "alarm bias by length: answers of" in text
+    assert "no window of 10 versions is closed yet" in text

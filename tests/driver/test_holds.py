@@ -261,8 +261,12 @@ async def test_V4_the_meter_hears_of_every_end_with_its_length_and_shows_it_over
     app = create_app(
         SimpleNamespace(runs={"sort-digits": SimpleNamespace(bias=lab.bias)}, waiting={}), token=None, loopback=True, shutdown=lambda: None
     )
-    facts = TestClient(app).get("/v1/runs/sort-digits/bias").json()
-    assert facts["total"]["sampled"] == 4 and facts["newest_closed"] is None and facts["windows"][0]["closed"] is False
+    rest = TestClient(app)
+    facts = rest.get("/v1/runs/sort-digits/bias").json()
+    assert rest.get("/v1/runs/sort-digits/bias", params={"version": 3}).json()["window"]["sampled"] == 4
+    missing = rest.get("/v1/runs/sort-digits/bias", params={"version": 33})
+    assert missing.status_code == 404 and "windows begin at 0" in missing.json()["error"]["message"]
+    assert facts["total"]["sampled"] == 4 and facts["window"] is None and facts["windows"][0]["closed"] is False
     assert [row["name"] for row in facts["total"]["length"]] == ["2 to 2 tokens", "3 to 3 tokens"]
 
 
