@@ -24,6 +24,8 @@ from driver.settings import RunConfig
 log = logging.getLogger("headrace.holds")
 LOOK_S = 1.0  # between two looks at a batch that nothing else changes
 LEAST_LOOK_S = 0.01
+LONG_LOOK_S = 0.001  # what takes longer is followed by a rest
+REST = 9.0  # times what the look took
 
 
 class HoldCounts(msgspec.Struct):
@@ -56,7 +58,7 @@ class Holds:
         self._moving = moving
         self._alarmed: int | None = None
         self._seen: tuple[Any, ...] = ()
-        self._due = 0.0
+        self._due = self._rest_until = 0.0
         self.blocking_uid: int | None = None  # the sample that the next batch waits for
         self.preset = preset_of(core.config)
         self.hold: Hold | None = None
@@ -69,24 +71,41 @@ class Holds:
     def look(self, *, short_allowed: bool) -> tuple[int, ...] | None:
         """The samples of the next batch, with nothing of them running any more; None while there is none, with the reason recorded."""
         core, ledger = self._core, self._core.ledger
-        # A look goes over all that lives: not at each answer of thousands. In strict an answer counts when it is its sample's last.
-        of_answers = 0 if self.preset.name == "strict" else ledger.counts.by_state[READY]
-        seen = (ledger.settlings, of_answers, short_allowed, core.limits)
-        if seen == self._seen and time.monotonic() < self._due:
+        began = time.monotonic()
+        if not self._worth_a_look(began, short_allowed):
             return None
-        self._seen = ()
         while (decision := self._decide(short_allowed)).cuts:
             # And decide again: once settled, a sample may still turn out to be one that is filtered.
             for cut in decision.cuts:
                 self._cut(ledger.samples[cut.uid], cut.reason)
         self.blocking_uid = decision.blocking_uid
         if decision.uids is None:
-            self._seen, self._due = seen, time.monotonic() + self.again_s
+            now = time.monotonic()
+            self._due = now + self.again_s
+            took_s = now - began
+            self._rest_until = now + REST * took_s if took_s > LONG_LOOK_S else now
             core.waiting("trainer", decision.reason)
             self._warn()
             return None
         core.waiting("trainer", None)
+        self._due = 0.0
         return decision.uids
+
+    def _worth_a_look(self, now: float, short_allowed: bool) -> bool:
+        """A look goes over all that lives: not at each answer of thousands, and of the loop's time at most a tenth.
+
+        Whatever else is so, there is one when the last one said that it is due: then reasons, holds and alarms are brought up to date.
+        """
+        ledger, strict = self._core.ledger, self.preset.name == "strict"
+        seen = (ledger.settlings, 0 if strict else ledger.counts.by_state[READY], short_allowed, self._core.limits, ledger.next_batch)
+        if now < self._due:
+            too_few = strict and not short_allowed and ledger.settled_samples < self._core.samples_per_batch
+            if seen == self._seen or too_few or now < self._rest_until:
+                resting = now < self._rest_until and not too_few and seen != self._seen
+                self.again_s = (min(self._rest_until, self._due) if resting else self._due) - now
+                return False
+        self._seen = seen
+        return True
 
     def _decide(self, short_allowed: bool) -> Decision:
         core, ledger = self._core, self._core.ledger

@@ -87,6 +87,11 @@ class Sample:
     def waiting(self) -> bool:
         return any(t.state == RUNNING for t in self.trajectories)
 
+    @property
+    def settled(self) -> bool:
+        """Live, and it can be taken into a batch: nothing of it runs, and something is ready."""
+        return self.batch_id is None and not self.waiting and any(t.state == READY for t in self.trajectories)
+
     def in_state(self, state: str) -> list[Trajectory]:
         return [t for t in self.trajectories if t.state == state]
 
@@ -142,6 +147,7 @@ class Ledger:
         self.ended: str | None = None
         self.samples_taken = 0
         self.just_over: list[Sample] = []  # by the last event: all of it has finished
+        self.settled_samples = 0
         self.settlings = 0  # grows with each event that may make another batch possible
 
     # ---- reading -----------------------------------------------------------------------------------------------------
@@ -166,10 +172,13 @@ class Ledger:
     def apply(self, event: Event) -> list[Upsert]:
         """Change the state by one event; returns what must be written. IllegalEvent leaves everything as it was."""
         self.just_over = []
+        touched = self._touched(event)
+        before = sum(sample.settled for sample in touched)
         writes: list[Upsert] = getattr(self, "_on_" + type(event).__name__)(event)
         assert self.counts.balanced(), f"A1 broken by {event}"
-        unfinished = isinstance(event, TrajectoryReady) and not self.settled(self._in_state(event.traj_uid, READY).uid)
-        self.settlings += not (unfinished or isinstance(event, SampleRegistered | TrajectoryRetried))
+        more = sum(sample.settled for sample in touched) - before
+        self.settled_samples += more
+        self.settlings += bool(more) or not isinstance(event, TrajectoryReady | SampleRegistered | TrajectoryRetried)
         return writes
 
     def _on_SampleRegistered(self, e: SampleRegistered) -> list[Upsert]:
@@ -334,6 +343,20 @@ class Ledger:
     def _on_RunEnded(self, e: RunEnded) -> list[Upsert]:
         self.ended = e.how
         return [self._meta("ended", e.how)]
+
+    def _touched(self, event: Event) -> list[Sample]:
+        """The samples of which it changes a state."""
+        uids: tuple[int, ...] = ()
+        if isinstance(event, TrajectoryReady | TrajectoryDiscarded | RowsLost):
+            trajectory = self.trajectory(event.traj_uid)
+            uids = () if trajectory is None else (trajectory.uid,)
+        elif isinstance(event, SampleDiscarded):
+            uids = (event.uid,)
+        elif isinstance(event, BatchAssembled):
+            uids = event.uids
+        elif isinstance(event, BatchUnmade) and event.batch_id in self.batches:
+            uids = self.batches[event.batch_id].uids
+        return [self.samples[uid] for uid in uids if uid in self.samples]
 
     # ---- small parts -------------------------------------------------------------------------------------------------
 

@@ -251,6 +251,7 @@ class LedgerDB:
         newest = self.query("SELECT max(batch_id) FROM batches WHERE state != 'unmade'")[0][0]
         ledger.next_batch = 0 if newest is None else newest + 1
         ledger.samples_taken = sum(ledger.staleness.values())
+        ledger.settled_samples = sum(sample.settled for sample in ledger.samples.values())
         assert ledger.counts.balanced(), "A1: the ledger on disk does not balance"
         assert all(b.state != ASSEMBLED or b.batch_id >= ledger.trained_version for b in ledger.batches.values())
         return ledger

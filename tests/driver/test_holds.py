@@ -235,6 +235,25 @@ async def test_O3_an_answer_that_finishes_no_sample_is_no_reason_to_look_through
     assert lab.holds.look(short_allowed=False) == (0,)
 
 
+async def test_O3_a_look_that_takes_long_is_followed_by_a_rest_and_the_loop_is_told_when_it_ends(lab, monkeypatch):
+    looks = []
+
+    def slow(*facts, **more):
+        looks.append(1)
+        time.sleep(0.005)
+        return decide(*facts, **more)
+
+    monkeypatch.setattr("driver.holds.decide", slow)
+    await lab.start(Engine(slow={3}), rows=1)
+    await lab.until(lambda: lab.states().count("ready") == 3, "three of four are ready")
+    assert lab.holds.look(short_allowed=True) is None
+    lab.core.ledger.settlings += 1
+    assert lab.holds.look(short_allowed=True) is None and len(looks) == 1
+    assert 0.0 < lab.holds.again_s <= 1.0
+    await asyncio.sleep(lab.holds.again_s + 0.001)
+    assert lab.holds.look(short_allowed=True) is None and len(looks) == 2
+
+
 @pytest.mark.parametrize("lab", [DEADLINE], indirect=True)
 async def test_the_account_of_holds_survives_a_restart(lab, tmp_path):
     await lab.start(Engine(slow={1}), rows=1)
