@@ -159,6 +159,7 @@ class World:
         assert self.samples_now <= per_batch, "a smaller P is adopted step by step, and never grows again on the way"
         self.most = self.samples_now
         deadlines = Counter(s.deadline_batch for s in ledger.live())
+        assert ledger.settled_samples == sum(not s.waiting for s in ledger.live())
         live = 0
         for d in sorted(deadlines):
             live += deadlines[d]

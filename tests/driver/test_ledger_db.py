@@ -54,6 +54,7 @@ def view(ledger: Ledger) -> dict[str, object]:
             ledger.epoch,
             tuple(ledger.cursor),
             ledger.samples_taken,
+            ledger.settled_samples,
         ),
     }
 
