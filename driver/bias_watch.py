@@ -24,6 +24,7 @@ class BiasWatch:
         saved = [msgspec.json.decode(value, type=Window) for (value,) in core.db.query("SELECT value FROM meta WHERE name LIKE 'bias/%'")]
         self.meter = Meter(core.config.staleness.bias_window_versions, saved)
         self.alarms: list[str] = []
+        self._judged_at: int | None = None
         core.on_over.append(self._over)
 
     def cut(self, traj_uid: str, tokens: int) -> None:
@@ -52,8 +53,10 @@ class BiasWatch:
         return min((s.version_tag for s in ledger.samples.values()), default=ledger.serving_version)
 
     def look(self) -> None:
-        """Once a second: judge, and write what has changed."""
-        self.alarms = self.meter.alarms(self.oldest_version, self._core.config.staleness.bias_tolerance)
+        """Once a second: judge what has changed, and write it."""
+        oldest = self.oldest_version
+        if self.meter.changed or oldest != self._judged_at:
+            self.alarms, self._judged_at = self.meter.alarms(oldest, self._core.config.staleness.bias_tolerance), oldest
         self.save()
 
     def save(self) -> None:

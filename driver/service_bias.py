@@ -10,7 +10,7 @@ from driver.run import Run
 def add_routes(app: FastAPI, run_dep: Any) -> None:
     """`GET /v1/runs/RUN/bias`."""
 
-    @app.get("/v1/runs/{run}/bias", tags=["runs"])
+    @app.get("/v1/runs/{run}/bias", tags=["runs"], responses={404: {}})
     async def bias(
         run: run_dep, version: Annotated[int | None, Query(ge=0, description="of its window; default: of the newest closed one")] = None
     ) -> dict[str, Any]:

@@ -22,7 +22,7 @@ class NewLimits(BaseModel):
 def add_routes(app: FastAPI, run_dep: Any) -> None:
     """`PUT /v1/runs/RUN/staleness`."""
 
-    @app.put("/v1/runs/{run}/staleness", tags=["runs"])
+    @app.put("/v1/runs/{run}/staleness", tags=["runs"], responses={400: {}, 404: {}, 409: {}})
     async def change(run: run_dep, body: NewLimits) -> dict[str, Any]:
         """Change S (staleness.bound) or P (batch.samples) of a running run; it holds over restarts, until the configuration changes."""
         found: Run = run
