@@ -32,6 +32,8 @@ class BiasWatch:
         self._tokens_of_cut[traj_uid] = tokens
 
     def _over(self, sample: Sample) -> None:
+        if sample.evaluation:
+            return
         feed = self._core.feed
         task_type = feed.row(sample.segment, sample.row_index).task_type
         ends = [
@@ -50,7 +52,7 @@ class BiasWatch:
         ledger = self._core.ledger
         if ledger.ended is not None:
             return ledger.trained_version + self.meter.window_versions
-        return min((s.version_tag for s in ledger.samples.values()), default=ledger.serving_version)
+        return min((s.version_tag for s in ledger.samples.values() if not s.evaluation), default=ledger.serving_version)
 
     def look(self) -> None:
         """Once a second: judge what has changed, and write it."""
