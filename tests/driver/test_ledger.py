@@ -247,6 +247,8 @@ class AnyRun(RuleBasedStateMachine):
         for state in (RUNNING, READY, CONSUMED):
             assert live[state] == counts.by_state[state]
         assert sum(self.ledger.staleness.values()) == self.ledger.samples_taken
+        takeable = [s for s in self.ledger.live() if not s.waiting and s.in_state(READY)]
+        assert self.ledger.settled_samples == len(takeable)
         assert sum(counts.by_outcome.values()) == counts.by_state[FINISHED] == len(self.ended)
 
     @invariant()
