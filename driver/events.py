@@ -135,6 +135,25 @@ class Restarted(msgspec.Struct, frozen=True, kw_only=True):
     time: float
 
 
+class EvaluationBegan(msgspec.Struct, frozen=True, kw_only=True):
+    """All trajectories of one evaluation are registered: `rows` samples of `n`, in no batch and under no bound."""
+
+    first_uid: int
+    rows: int
+    n: int
+    version: int
+    time: float
+
+
+class EvaluationEnded(msgspec.Struct, frozen=True, kw_only=True):
+    """Every trajectory of it ends here: (row, index, reward) as evaluated, (row, index, reason) as discarded."""
+
+    first_uid: int
+    rewards: tuple[tuple[int, int, float], ...]
+    failed: tuple[tuple[int, int, str], ...]
+    time: float
+
+
 class RunEnded(msgspec.Struct, frozen=True, kw_only=True):
     how: str
 
@@ -152,6 +171,8 @@ Event = (
     | VersionCommitted
     | EpochBegan
     | VersionServed
+    | EvaluationBegan
+    | EvaluationEnded
     | Restarted
     | RunEnded
 )

@@ -26,6 +26,8 @@ from driver.events import (
     BatchAssembled,
     BatchUnmade,
     EpochBegan,
+    EvaluationBegan,
+    EvaluationEnded,
     Event,
     Leaf,
     Restarted,
@@ -42,6 +44,7 @@ from driver.events import (
 
 RUNNING, READY, CONSUMED, FINISHED = "running", "ready", "consumed", "finished"
 TRAINED, EVALUATED, DISCARDED = "trained", "evaluated", "discarded"
+EVALUATION = -1  # the segment of held-out rows, which are in no dataset of the run
 ASSEMBLED, APPLIED, COMMITTED = "assembled", "applied", "committed"
 UNMADE = "unmade"  # of a batch: its number is given again
 STATE, OUTCOME, REASON, STALENESS = "state", "outcome", "reason", "staleness"  # kinds of counters
@@ -86,6 +89,11 @@ class Sample:
     deadline_batch: int
     trajectories: list[Trajectory]
     batch_id: int | None = None
+
+    @property
+    def evaluation(self) -> bool:
+        """Of a held-out row: in no batch, in no bound."""
+        return self.segment == EVALUATION
 
     @property
     def waiting(self) -> bool:
@@ -151,8 +159,12 @@ class Ledger:
     # ---- reading -----------------------------------------------------------------------------------------------------
 
     def live(self) -> Iterator[Sample]:
-        """Registered, neither taken nor discarded; oldest first."""
-        return (s for s in self.samples.values() if s.batch_id is None)
+        """Registered to be trained, neither taken nor discarded; oldest first."""
+        return (s for s in self.samples.values() if s.batch_id is None and not s.evaluation)
+
+    def evaluated(self) -> Iterator[Sample]:
+        """Of an evaluation that runs."""
+        return (s for s in self.samples.values() if s.evaluation)
 
     def trajectory(self, traj_uid: str) -> Trajectory | None:
         uid, separator, index = traj_uid.removeprefix("s").partition("t")
@@ -343,6 +355,36 @@ class Ledger:
         self.serving_version = e.version
         return [self._meta("serving_version", e.version)]
 
+    def _on_EvaluationBegan(self, e: EvaluationBegan) -> list[Upsert]:
+        if e.first_uid != self.next_uid:
+            raise IllegalEvent(f"evaluation registered from sample {e.first_uid}, expected {self.next_uid}")
+        self.next_uid += e.rows
+        writes = [self._meta("next_uid", self.next_uid)]
+        for row in range(e.rows):
+            uid = e.first_uid + row
+            sample = Sample(uid, EVALUATION, row, 0, e.version, 0, [])
+            sample.trajectories = [Trajectory(traj_uid_of(uid, index), uid, index, started_at=e.time) for index in range(e.n)]
+            self.samples[uid] = sample
+            writes += [self._sample_row(sample), *map(self._trajectory_row, sample.trajectories)]
+        self.counts.registered += e.rows * e.n
+        self._add_state(RUNNING, e.rows * e.n)
+        return writes
+
+    def _on_EvaluationEnded(self, e: EvaluationEnded) -> list[Upsert]:
+        told = {(row, index) for row, index, _ in (*e.rewards, *e.failed)}
+        known = {(s.uid - e.first_uid, t.index) for s in self.evaluated() for t in s.trajectories}
+        if told != known or len(told) != len(e.rewards) + len(e.failed):
+            raise IllegalEvent(f"evaluation from sample {e.first_uid}: {len(told)} ends for {len(known)} trajectories")
+        samples = list(self.evaluated())
+        for row, index, reward in e.rewards:
+            trajectory = self.samples[e.first_uid + row].trajectories[index]
+            trajectory.reward, trajectory.ready_at = reward, e.time
+            self._finish(trajectory, EVALUATED, None)
+        for row, index, reason in e.failed:
+            self._finish(self.samples[e.first_uid + row].trajectories[index], DISCARDED, reason)
+        writes = [self._trajectory_row(t) for s in samples for t in s.trajectories]
+        return writes + [write for s in samples for write in self._forget_if_over(s)]
+
     def _on_RunEnded(self, e: RunEnded) -> list[Upsert]:
         self.ended = e.how
         return [self._meta("ended", e.how)]
@@ -396,7 +438,7 @@ class Ledger:
         """A sample whose trajectories are all finished leaves the live view; its rows stay in the database."""
         if any(t.state != FINISHED for t in sample.trajectories):
             return []
-        if sample.batch_id is None:
+        if sample.batch_id is None and not sample.evaluation:
             self._leave_live(sample)
         del self.samples[sample.uid]
         row = self._sample_row(sample)

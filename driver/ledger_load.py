@@ -69,7 +69,7 @@ def load(query: Query) -> Ledger:
     ledger.samples_taken = sum(ledger.staleness.values())
     for sample in _live_samples(query):
         ledger.samples[sample.uid] = sample
-        if sample.batch_id is None:
+        if sample.batch_id is None and not sample.evaluation:
             ledger.live_by_deadline[sample.deadline_batch] += 1
     for batch_id, state, uids, plan, skipped in query(PENDING, (ledger.committed_version, UNMADE)):
         ledger.batches[batch_id] = Batch(batch_id, state, tuple(msgspec.json.decode(uids)), plan, skipped)

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from driver.ledger import CONSUMED, DISCARDED, EVALUATED, FINISHED, READY, RUNNING, TRAINED, Trajectory, traj_uid_of
+from driver.ledger import CONSUMED, DISCARDED, EVALUATED, EVALUATION, FINISHED, READY, RUNNING, TRAINED, Trajectory, traj_uid_of
 
 if TYPE_CHECKING:
+    from driver.evaluation import Evaluator
     from driver.run import Run
     from rollout.slot import EngineSlot
 
@@ -55,14 +56,26 @@ def status(run: Run) -> dict[str, Any]:
         "found_at_start": None if run.found is None else msgspec.to_builtins(run.found),
         "tokens_resampled": run.dispatch.turns.tokens_resampled,
         "snapshot": run.snapshot.facts(),
+        "evaluation": None if run.evaluator is None else _last_evaluation(run.evaluator),
         "alarms": alarms(run),
         "why": why(run)["waits"],
+    }
+
+
+def _last_evaluation(evaluator: Evaluator) -> dict[str, Any]:
+    last = evaluator.results[-1] if evaluator.results else None
+    return {
+        "running": evaluator.running,
+        "version": last.version if last else None,
+        "reward_mean": last.reward_mean if last else None,
     }
 
 
 def alarms(run: Run) -> list[str]:
     """What a person should look at, though the run goes on."""
     found = [why for why in (run.prefixes.failure, run.snapshot.failure) if why is not None]
+    if run.evaluator is not None and run.evaluator.alarm is not None:
+        found.append(run.evaluator.alarm)
     skipped = list(itertools.takewhile(lambda batch: batch.get("skipped"), reversed(run.history.recent)))
     if len(skipped) >= ALARM_SKIPPED_BATCHES:
         found.append(f"the last {len(skipped)} batches trained nothing ({skipped[0]['skipped']}); look at the rewards: headrace show TRAJ")
@@ -163,6 +176,7 @@ def engines(run: Run) -> list[dict[str, Any]]:
             "served_requests": slot.served_requests,
             "preferred_share": slot.preferred_requests / slot.preferring_requests if slot.preferring_requests else None,
             "silent_s": round(slot.silent_s(), 3),
+            "first_token_age_s": slot.first_token_age_s(),
             "load": _load(slot),
             "busy_s": round(slot.busy_s(), 3),
             "capabilities": None if slot.capabilities is None else asdict(slot.capabilities),
@@ -233,6 +247,7 @@ def gauges(run: Run) -> dict[str, float]:
         "headrace_push_last_seconds": run.pusher.seconds,
         "headrace_store_used_bytes": float(run.store_stats().used_bytes),
         "headrace_store_capacity_bytes": float(run.config.store.capacity_bytes),
+        **(run.evaluator.gauges() if run.evaluator is not None else {}),
         **run.pool.gauges(),
     }
 
@@ -280,7 +295,7 @@ def trajectory(run: Run, traj_uid: str) -> dict[str, Any] | None:
     if not rows:
         return None
     found = _row(run, rows[0])
-    found["dataset_row"] = msgspec.to_builtins(run.core.feed.row(found["segment"], found["row_index"]))
+    found["dataset_row"] = _dataset_row(run, found["segment"], found["row_index"])
     live: Trajectory | None = run.core.ledger.trajectory(traj_uid)
     if live is not None and live.state == "running":
         found["tokens_so_far"] = run.dispatch.turns.progress.get(traj_uid, 0)
@@ -291,6 +306,14 @@ def trajectory(run: Run, traj_uid: str) -> dict[str, Any] | None:
     if archived is not None:
         found["archive"] = msgspec.to_builtins(archived)
     return found
+
+
+def _dataset_row(run: Run, segment: int, row_index: int) -> dict[str, Any] | None:
+    """None: a held-out row of a configuration that was."""
+    if segment != EVALUATION:
+        return dict(msgspec.to_builtins(run.core.feed.row(segment, row_index)))
+    rows = run.evaluator.rows if run.evaluator is not None else []
+    return dict(msgspec.to_builtins(rows[row_index])) if row_index < len(rows) else None
 
 
 def _parse(traj_uid: str) -> tuple[int, int] | None:
@@ -333,7 +356,7 @@ def _row(run: Run, row: tuple[Any, ...]) -> dict[str, Any]:
         "batch_id": batch_id,
         "staleness": None if batch_id is None else batch_id - tag,
         "attempts": 1 + infrastructure + data,
-        "dataset_id": run.core.feed.dataset_of(segment),
+        "dataset_id": "evaluation" if segment == EVALUATION else run.core.feed.dataset_of(segment),
         "segment": segment,
         "row_index": row_index,
         "started_at": started,

@@ -23,6 +23,7 @@ from driver.core import Core
 from driver.dispatch import Dispatch
 from driver.distributed import Courier, DistributedTransport
 from driver.engine_watch import EngineWatch
+from driver.evaluation import Evaluator
 from driver.events import Found, RunEnded, SampleDiscarded
 from driver.feed import Feed
 from driver.finished import Finished
@@ -30,6 +31,9 @@ from driver.history import History
 from driver.launcher import StartFailed
 from driver.ledger import Upsert
 from driver.ledger_db import LedgerDB, LedgerError
+from driver.own_roles import OwnRoles
+from driver.planned import plan_of
+from driver.planner import PlanError
 from driver.prefix_log import PrefixLog
 from driver.processes import Processes
 from driver.publish import Publisher
@@ -39,9 +43,11 @@ from driver.routing import Routing
 from driver.row_snapshot import RowSnapshot
 from driver.scoring import Scoring
 from driver.settings import RunConfig
-from driver.snapshot import PushImpossible
+from driver.snapshot import PushImpossible, Snapshot
+from driver.stream_db import StreamError
 from driver.training import CheckpointMissing, Training
 from driver.transport import Transports
+from driver.turns import direct
 from driver.watermark import Watermark
 from rollout.client import make_http
 from rollout.pool import EnginePool
@@ -51,11 +57,20 @@ from store import EmbeddedStore, StoreError, StoreStats
 from trainer.client import TrainerRefused
 
 log = logging.getLogger("headrace.run")
-EXPECTED = (StartFailed, TrainerRefused, CheckpointMissing, LedgerError, PushImpossible)  # their text is for the user and says it all
+EXPECTED = (
+    StartFailed,
+    TrainerRefused,
+    CheckpointMissing,
+    LedgerError,
+    PushImpossible,
+    PlanError,
+    StreamError,
+)  # their text is for the user and says it all
 
 
 class Run:
     def __init__(self, config: RunConfig) -> None:
+        plan_of(config)  # what can not be started is refused before anything is made
         self.config = config
         config.directory.mkdir(parents=True, exist_ok=True)
         self.log_directory = config.directory / "logs"
@@ -74,13 +89,7 @@ class Run:
         self.courier = Courier(self.http)
         self.transports = Transports.of(config, lambda: DistributedTransport.of(config, self.courier))
         self.transports.sweep()
-        self.pusher = Pusher(
-            self.pool,
-            deadline_s=config.push.deadline_s,
-            logprob_tolerance=config.logprob_tolerance,
-            replace=lambda slot, reason: self.processes.replace(slot.engine_id, reason),
-            transports=self.transports,
-        )
+        self.pusher = self._pusher_of(self.pool)
         self.publisher = Publisher(self.core, self.pool, self.pusher)
         self.scoring = Scoring(self.core, wait_s=config.reward.batch_wait_s, deadline_s=config.reward.deadline_s)
         watermark = Watermark(config.batch.samples * config.rollout.n)
@@ -110,6 +119,21 @@ class Run:
             routing=self.routing,
             prefixes=self.prefixes,
         )
+        self.evaluator_pool = EnginePool() if config.evaluation is not None and config.evaluation.engines else self.pool
+        self.evaluator: Evaluator | None = None
+        if config.evaluation is not None:
+            own = self.evaluator_pool is not self.pool
+            self.evaluator = Evaluator(
+                self.core,
+                config.evaluation,
+                self.evaluator_pool,
+                self._pusher_of(self.evaluator_pool) if own else self.pusher,
+                self.publisher,
+                self.scoring,
+                self.tokenizer,
+                self.finished,
+                direct if own else self.dispatch.turns.way,
+            )
         self.engine_watch = EngineWatch(
             self.core,
             self.pool,
@@ -121,7 +145,7 @@ class Run:
             self.core,
             self.http,
             canary_ids=canary_ids(self.tokenizer, config.rollout.context_length),
-            on_snapshot=self.publisher.offer,
+            on_snapshot=self._offer,
             on_applied=lambda batch_id, report: self.history.applied(batch_id, report),
             archive=self.finished.committed,
             on_running_again=self.dispatch.enqueue,
@@ -129,11 +153,26 @@ class Run:
         )
         self.model_facts = orjson.loads((config.model.path / "config.json").read_bytes())
         self.processes = Processes(self)
+        self.own_roles = OwnRoles(self)
         self.state = "starting"
         self.failure: str | None = None
         self.history = History(self)
         self._stop = asyncio.Event()
         self._store_gone = False
+
+    def _pusher_of(self, pool: EnginePool) -> Pusher:
+        return Pusher(
+            pool,
+            deadline_s=self.config.push.deadline_s,
+            logprob_tolerance=self.config.logprob_tolerance,
+            replace=lambda slot, reason: self.processes.replace(slot.engine_id, reason),
+            transports=self.transports,
+        )
+
+    def _offer(self, snapshot: Snapshot) -> None:
+        if self.evaluator is not None:
+            self.evaluator.offer(snapshot)  # first: what it holds is not freed
+        self.publisher.offer(snapshot)
 
     # ---- life ----------------------------------------------------------------------------------------------------------
 
@@ -160,6 +199,8 @@ class Run:
                 ("push", self.publisher.run()),
                 ("engine watch", self.engine_watch.run()),
                 ("tick", self._tick_loop()),
+                *([("evaluation", self.evaluator.run())] if self.evaluator is not None else []),
+                *([("roles", self.own_roles.run())] if self.config.roles else []),
                 *([("routing", self.routing.run())] if self.routing is not None else []),
                 *([("prefix log", self.prefixes.run())] if rollout.prefix_log_every_s is not None else []),
                 *([("snapshot", self.snapshot.run())] if self.snapshot.every_s is not None else []),
@@ -173,7 +214,12 @@ class Run:
             if self.failure is not None:
                 self.state = "failed"
             if self.failure is None and training.done():
-                self._end_by_rule()
+                await self._last_evaluation(others)
+                if not (
+                    self._stop.is_set() and self.evaluator is not None and self.evaluator.busy
+                ):  # else the next start evaluates, and ends
+                    self._end_by_rule()
+                await self.own_roles.finish(self.config.stop_deadline_s)
             elif self.failure is None and self._stop.is_set():
                 await self._stop_training(training)
         except LedgerError as error:  # its last writes
@@ -203,6 +249,18 @@ class Run:
                 "stopped without a last checkpoint: it took longer than %.0f s; the batches since are replayed", self.config.stop_deadline_s
             )
 
+    async def _last_evaluation(self, others: list[asyncio.Task[None]]) -> None:
+        """Of the last version, while everything still runs."""
+        if self.evaluator is None or self.core.ending == "cancelled":
+            return
+        finish = asyncio.create_task(self.evaluator.finish(self.publisher.newest), name="last evaluation")
+        stopped = asyncio.create_task(self._stop.wait())
+        await asyncio.wait([finish, stopped, *others], return_when=asyncio.FIRST_COMPLETED)
+        for task in (finish, stopped):
+            task.cancel()
+        await asyncio.gather(finish, stopped, return_exceptions=True)
+        self.failure = _first_failure(others, self.config.directory)
+
     def _end_by_rule(self) -> None:
         """All batches are committed; whatever is still live ends with the reason the run ended for."""
         wanted = self.config.stop.batches
@@ -214,12 +272,15 @@ class Run:
             for trajectory in unfinished:
                 self.finished.discarded(sample, trajectory)
             self.finished.free(unfinished)
+        for sample in list(self.core.ledger.evaluated()):
+            self.core.apply(SampleDiscarded(uid=sample.uid, reason=f"run ended: {how}", time=time.time()))
         self.core.apply(RunEnded(how=how))
 
     async def _wind_down(self) -> None:
         """Processes end, what must survive goes to disk, the store goes. The ledger stays open for reading until `close`."""
         core = self.core
         await self.processes.stop()
+        self.own_roles.close()
         self.publisher.free_all()
         self.transports.sweep()
         unlogged = self.prefixes.close()

@@ -9,11 +9,14 @@ import ipaddress
 import math
 import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from driver.settings_evaluation import EvaluationConfig
+from driver.settings_roles import NAME as ROLE_NAME
+from driver.settings_roles import RoleConfig, check_names
 from rollout.address import checked_url, is_loopback
 from rollout.sglang.spec import SglangSpec
 from trainer.layout import misplaced, nothing_to_offload
@@ -214,6 +217,9 @@ class TrainerConfig(_Section):
     loss: LossConfig = LossConfig()
     critic: CriticConfig | None = Field(None, description="a value model beside the policy; {} takes the defaults")
     threads_per_rank: int = Field(1, ge=1)
+    stall_s: float = Field(
+        300.0, gt=0, description="busy, and for this long no micro-batch and no command done: its group is restarted; longer than a save"
+    )
     step_deadline_s: float = Field(600.0, gt=0, description="a training call without an answer for this long: the group is restarted")
 
     @field_validator("transformer_engine", mode="before")
@@ -341,6 +347,8 @@ class RunConfig(_Section):
     stop: StopConfig = StopConfig()
     store: StoreConfig = StoreConfig()
     service: ServiceConfig = ServiceConfig()
+    roles: dict[Annotated[str, Field(pattern=ROLE_NAME)], RoleConfig] = Field({}, description="your own processes; see examples/own_role")
+    evaluation: EvaluationConfig | None = Field(None, description="a held-out set, scored at chosen versions; null: none")
     stop_deadline_s: float = Field(60.0, gt=0, description="SIGTERM waits this long for the step in flight and a last checkpoint")
     shuffle: bool = Field(True, description="dataset rows in a seeded order, another one each epoch; false: as they came")
     data: Path | None = Field(None, description="a dataset file submitted, and closed, at start")
@@ -382,6 +390,12 @@ class RunConfig(_Section):
     def sample_bytes(self) -> int:
         """Worst case of one sample in the store: every trajectory at full length, its two objects with their headers."""
         return self.rollout.n * (self.row_tokens * (4 + 1 + 4) + 4096 * 2)
+
+    @field_validator("roles")
+    @classmethod
+    def _role_names(cls, roles: dict[str, RoleConfig]) -> dict[str, RoleConfig]:
+        check_names(roles)
+        return roles
 
     @model_validator(mode="after")
     def _whole(self) -> RunConfig:

@@ -69,6 +69,11 @@ def retry(core: Core, trajectory: Trajectory, kind: str, reason: str) -> None:
     core.apply(TrajectoryRetried(traj_uid=trajectory.traj_uid, kind=kind, reason=reason))
 
 
+def direct(lease: Lease) -> Way:
+    """To the engine of the lease itself."""
+    return Way(lease.client, lease.slot.clock, str(lease.slot.verified), None)
+
+
 class Turns:
     """Asks engines for the turns of trajectories."""
 
@@ -159,7 +164,7 @@ class Turns:
                     await self._routing.usable(ENGINE_WAIT_S)
                 asker, prefer = f"trajectory {trajectory.traj_uid}", self._prefers(trajectory)
                 async with self._pool.acquire(ENGINE_WAIT_S, asker, avoid=avoid, prefer=prefer) as lease:
-                    slot, way = lease.slot, self._way(lease)
+                    slot, way = lease.slot, self.way(lease)
                     self._took(trajectory, slot)
                     buffer.asks(way.version, way.versions)
                     try:
@@ -183,7 +188,8 @@ class Turns:
                         fruitless = 0 if received.output_ids else fruitless + 1
                         if error.kind == "data":  # a key or a path that is refused says nothing of the prompt, nor of other engines
                             raise GivenUp(f"{error.kind}: {error}") from error
-                        retry(self._core, trajectory, "infrastructure", str(error))
+                        if not slot.released:
+                            retry(self._core, trajectory, "infrastructure", str(error))
                         continue
                 received = await self._pusher.trusted(answer)
                 if len(received.output_ids) == len(answer.output_ids) and answer.finish_reason == "length" and asked < room:
@@ -200,15 +206,16 @@ class Turns:
                 kept = _extend(kept, received)
                 buffer.kept(kept)
                 fruitless = 0 if received.output_ids else fruitless + 1
-                if not received.output_ids:
+                if not received.output_ids and not slot.released:
                     retry(self._core, trajectory, "infrastructure", f"{slot.engine_id} ended the request without a token")
             except TimeoutError as error:
                 retry(self._core, trajectory, "infrastructure", str(error))
         raise AssertionError("unreachable")
 
-    def _way(self, lease: Lease) -> Way:
+    def way(self, lease: Lease) -> Way:
+        """How a request on this lease goes."""
         if self._routing is None:
-            return Way(lease.client, lease.slot.clock, str(lease.slot.verified), None)
+            return direct(lease)
         versions = frozenset(str(slot.verified) for slot in self._pool.slots.values() if slot.state == "open")
         return Way(self._routing.client.engine, self._pool.clock, None, versions)
 

@@ -101,6 +101,31 @@ async def test_a_whole_answer_is_taken_as_it_is(parts):
     assert engine.asked[0][:2] == ([5, 6], 16)
 
 
+@pytest.mark.parametrize(
+    "breaks",
+    [answer(finish="abort"), answer(7, finish="abort"), lost(), lost(7)],
+    ids=["aborted in the queue", "aborted", "cut off in the queue", "cut off"],
+)
+async def test_E16_a_request_of_an_engine_that_is_sent_away_goes_on_elsewhere_and_costs_no_try(parts, breaks):
+    """However little it had received: with no budget at all nothing is given up."""
+    dispatch, trajectory, engines = parts
+    trajectory.infrastructure_attempts = 3  # all that may be used
+    pool = dispatch._pool
+
+    def sent_away():
+        slot = pool.slots["engine-0"]
+        slot.released = True
+        pool.gone(slot, "scaled down")
+        return breaks
+
+    first, second = ScriptedEngine(sent_away), ScriptedEngine(answer(9, EOS))
+    engines(first, second)
+    made = await dispatch.turns.generate(trajectory, 0, [5])
+    kept = breaks.prefix.output_ids if isinstance(breaks, EngineError) else breaks.output_ids
+    assert made.output_ids == [*kept, 9, EOS] and trajectory.infrastructure_attempts == 3
+    assert first.asked[0][2] != second.asked[0][2], "another request, with a name of its own"
+
+
 async def test_W1_E13_a_request_lost_with_its_engine_goes_on_elsewhere_from_its_last_token(parts):
     dispatch, trajectory, engines = parts
     first, second = ScriptedEngine(lost(7, 8)), ScriptedEngine(answer(9, EOS))

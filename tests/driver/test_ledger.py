@@ -20,6 +20,8 @@ from driver.events import (
     BatchAssembled,
     BatchUnmade,
     EpochBegan,
+    EvaluationBegan,
+    EvaluationEnded,
     Found,
     Restarted,
     RowsLost,
@@ -92,8 +94,8 @@ class AnyRun(RuleBasedStateMachine):
             if write.table == "trajectories" and values["state"] == FINISHED:
                 traj_uid = traj_uid_of(values["uid"], values["idx"])
                 self.ended[traj_uid] += 1
-                assert values["outcome"] in ("trained", "discarded")
-                assert (values["reason"] is None) == (values["outcome"] == "trained"), "a discard has its reason"
+                assert values["outcome"] in ("trained", "evaluated", "discarded")
+                assert (values["reason"] is None) == (values["outcome"] != "discarded"), "a discard has its reason"
 
     def has(self, state: str) -> bool:
         """A step that changes nothing would be wasted."""
@@ -140,6 +142,31 @@ class AnyRun(RuleBasedStateMachine):
             self.apply(TrajectoryDiscarded(traj_uid=found, reason="data: bad prompt", time=3.0))
 
     @precondition(lambda self: sum(self.ledger.live_by_deadline.values()) > P)
+    @precondition(lambda self: not any(self.ledger.evaluated()))
+    @rule(rows=st.integers(1, 2))
+    def an_evaluation_begins(self, rows: int) -> None:
+        before = dict(self.ledger.live_by_deadline)
+        self.apply(EvaluationBegan(first_uid=self.ledger.next_uid, rows=rows, n=N, version=self.ledger.trained_version, time=1.0))
+        assert dict(self.ledger.live_by_deadline) == before, "it is under no bound"
+        assert not any(s.evaluation for s in self.ledger.live()), "and in no batch"
+
+    @precondition(lambda self: any(self.ledger.evaluated()))
+    @rule(data=st.data())
+    def an_evaluation_ends(self, data: st.DataObject) -> None:
+        samples = list(self.ledger.evaluated())
+        first = samples[0].uid
+        everything = [(s.uid - first, t.index) for s in samples for t in s.trajectories]
+        good = data.draw(st.sets(st.sampled_from(everything)))
+        rewards = tuple((row, index, 0.5) for row, index in everything if (row, index) in good)
+        failed = tuple((row, index, "evaluation: late") for row, index in everything if (row, index) not in good)
+        self.apply(EvaluationEnded(first_uid=first, rewards=rewards, failed=failed, time=2.0))
+
+    @precondition(lambda self: any(self.ledger.evaluated()))
+    @rule()
+    def an_evaluation_is_cut_short(self) -> None:
+        for sample in list(self.ledger.evaluated()):
+            self.apply(SampleDiscarded(uid=sample.uid, reason="evaluation: the driver was restarted", time=2.0))
+
     @rule(data=st.data())
     def a_sample_is_discarded(self, data: st.DataObject) -> None:
         live = [s.uid for s in self.ledger.live()]
