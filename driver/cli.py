@@ -216,6 +216,8 @@ def status(
         table.add_row("discarded", f"{count} × {reason}")
     if facts["trajectories"]["last_discard"]:
         table.add_row("last discard", facts["trajectories"]["last_discard"]["reason"])
+    if facts["found_at_start"]:
+        table.add_row("found at start", ", ".join(f"{name} {count}" for name, count in facts["found_at_start"].items() if count))
     for alarm in facts["alarms"]:
         table.add_row("[red]alarm[/red]", alarm)
     for side, wait in facts["why"].items():
