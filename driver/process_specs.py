@@ -45,8 +45,9 @@ class Specs:
 
     def _of(self, placement: Placement) -> ProcessSpec:
         role = placement.role
-        if role.name == "rollout":
-            return self.engine(placement.index, placement.devices)
+        if role.name in ("rollout", "evaluator"):
+            assert role.process is not None
+            return self.engine(role.process, placement.index, placement.devices)
         if role.own:
             return self._own(placement)
         return {"trainer": self.trainer, "reward": self.reward, "courier": self.courier}[role.name]()
@@ -69,10 +70,10 @@ class Specs:
     def _module(self, module: str, *flags: str) -> list[str]:
         return [sys.executable, "-P", "-m", module, *flags]
 
-    def engine(self, index: int, devices: tuple[int, ...] = ()) -> ProcessSpec:
+    def engine(self, role: str, index: int, devices: tuple[int, ...] = ()) -> ProcessSpec:
         rollout = self._config.rollout
         if rollout.engine == "sglang":
-            return self._sglang(index, devices)
+            return self._sglang(role, index, devices)
 
         def build(incarnation: int, port: int) -> list[str]:
             flags = {
@@ -82,16 +83,19 @@ class Specs:
                 "--max-running-requests": rollout.max_running_requests,
                 "--context-length": rollout.context_length,
                 "--stream-interval": rollout.stream_interval,
-                "--random-seed": self._config.seed * 1000 + index,
+                "--random-seed": self._seed(role, index),
                 "--threads": rollout.threads,
                 "--dtype": self._config.trainer.dtype,  # what a push brings; its checksums are of those bytes
             }
             switches = ["--deterministic"] if rollout.deterministic else []
             return self._module("rollout.engine", *(str(part) for flag in flags.items() for part in flag), *switches, *rollout.engine_args)
 
-        return self._spec("engine", index, build)
+        return self._spec(role, index, build)
 
-    def _sglang(self, index: int, devices: tuple[int, ...]) -> ProcessSpec:
+    def _seed(self, role: str, index: int) -> int:
+        return self._config.seed * 1000 + index + (500 if role == "evaluator" else 0)
+
+    def _sglang(self, role: str, index: int, devices: tuple[int, ...]) -> ProcessSpec:
         rollout = self._config.rollout
 
         def server(port: int) -> launch.Server:
@@ -102,14 +106,14 @@ class Specs:
                 context_length=rollout.context_length,
                 max_running_requests=rollout.max_running_requests,
                 stream_interval=rollout.stream_interval,
-                seed=self._config.seed * 1000 + index,
+                seed=self._seed(role, index),
                 dtype=self._config.trainer.dtype,
             )
 
         def build(incarnation: int, port: int) -> list[str]:
             return launch.command(rollout.sglang, server(port))
 
-        spec = self._spec("engine", index, build, launch.environment(rollout.sglang, rollout.threads), rollout.sglang.start_deadline_s)
+        spec = self._spec(role, index, build, launch.environment(rollout.sglang, rollout.threads), rollout.sglang.start_deadline_s)
         # It has nothing to save, and asked to end it takes a dying child for a crash and diagnoses it for 5 s.
         return replace(spec, stop_signal=signal.SIGKILL)
 

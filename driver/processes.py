@@ -41,7 +41,7 @@ from reward.client import RewardClient, RewardUnavailable
 from rollout.answer import EngineError
 from rollout.capabilities import Capabilities
 from rollout.client import EngineClient
-from rollout.pool import EngineSlot
+from rollout.pool import EnginePool, EngineSlot
 
 if TYPE_CHECKING:
     from driver.run import Run
@@ -213,10 +213,11 @@ class Processes:
         role = launcher.processes[name].spec.role
         if role in self._config.roles:
             await self._run.own_roles.release(name, self._config.roles[role].deadline_s)
-        slot = self._run.pool.slots.get(name)
+        pool = self._pool_of(role)
+        slot = pool.slots.get(name)
         if slot is not None:
             slot.released = True
-            self._run.pool.gone(slot, "scaled down")
+            pool.gone(slot, "scaled down")
             self._core.ring()
             if self._run.routing is not None:
                 await self._run.routing.without(slot.url)
@@ -226,7 +227,7 @@ class Processes:
             except EngineError as error:
                 log.info("%s, on its way out: %s", name, error)
         await launcher.end(name, STOP_DEADLINE_S)
-        self._run.pool.absent.pop(name, None)
+        pool.absent.pop(name, None)
         self._core.waiting(f"engine {name}", None)
         self._core.ring()
 
@@ -275,7 +276,7 @@ class Processes:
             self.note_incarnation(name, event.incarnation)
         elif isinstance(event, Ready):
             log.info("%s (incarnation %d) is ready at %s", name, event.incarnation, event.url)
-            if event.role == "engine":
+            if event.role in ("engine", "evaluator"):
                 self._ask(self._register(event, name), f"registration of {name}")
             elif event.role == "reward":
                 reward = RewardClient(event.url, self._run.http)
@@ -314,7 +315,7 @@ class Processes:
             return
         life = await self.next_life()
         if (process.state, process.incarnation) == ("ready", event.incarnation) and name not in self._leaving:
-            self.enroll(name, client, event.incarnation, life, capabilities, process.pid)
+            self.enroll(name, client, event.incarnation, life, capabilities, process.pid, self._pool_of(event.role))
 
     def _ask(self, work: Coroutine[Any, Any, Any], name: str) -> None:
         """Beside everything else; its exception ends the run."""
@@ -334,13 +335,24 @@ class Processes:
         await self._core.db.durable()
         return life
 
+    def _pool_of(self, role: str) -> EnginePool:
+        return self._run.evaluator_pool if role == "evaluator" else self._run.pool
+
     def enroll(
-        self, name: str, client: EngineClient, incarnation: int, life: int, capabilities: Capabilities, pid: int | None = None
+        self,
+        name: str,
+        client: EngineClient,
+        incarnation: int,
+        life: int,
+        capabilities: Capabilities,
+        pid: int | None = None,
+        pool: EnginePool | None = None,
     ) -> EngineSlot:
         """Into the pool, under a number from `next_life`."""
-        slot = self._run.pool.register(name, client, incarnation, self._config.rollout.max_open_requests, capabilities, pid)
+        pool = pool or self._run.pool
+        slot = pool.register(name, client, incarnation, self._config.rollout.max_open_requests, capabilities, pid)
         slot.life = life
-        self._run.pool.absent.pop(name, None)
+        pool.absent.pop(name, None)
         self._core.ring()
         return slot
 
@@ -353,13 +365,15 @@ class Processes:
             self._lost.set_exception(StartFailed(reason))
 
     def _gone(self, event: Died | Hung | Quarantined, name: str) -> None:
-        if event.role == "engine":
-            slot = self._run.pool.slots.get(name)
+        if event.role in ("engine", "evaluator"):
+            pool = self._pool_of(event.role)
+            slot = pool.slots.get(name)
             if slot is not None and slot.incarnation == event.incarnation:
-                self._run.pool.gone(slot, event.reason)
-            self._run.pool.absent[name] = event.reason.splitlines()[0]
+                pool.gone(slot, event.reason)
+            pool.absent[name] = event.reason.splitlines()[0]
             if isinstance(event, Quarantined):
-                remedy = f"headrace scale rollout {self.wanted['rollout']} starts it again"
+                role = "rollout" if event.role == "engine" else event.role
+                remedy = f"headrace scale {role} {self.wanted[role]} starts it again"
                 self._core.waiting(f"engine {name}", f"{name} is out of use: {event.reason.splitlines()[0]}; {remedy}")
         elif event.role == "reward":
             self._run.scoring.detach(event.reason)

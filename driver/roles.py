@@ -150,6 +150,20 @@ def builtin(config: RunConfig, counts: Mapping[str, int], gpus: int) -> list[Rol
             process="trainer",
         ),
     ]
+    if counts.get("evaluator"):
+        logic = "rollout.engine" if embedded else "sglang.launch_server"
+        held_out = Subscription("weights", "latest")
+        roles.append(
+            Role(
+                "evaluator",
+                logic,
+                engine,
+                subscribes=(held_out,),
+                instances=counts["evaluator"],
+                process="evaluator",
+                start_together=False,
+            )
+        )
     if config.needs_courier:
         courier = Resources(host_memory_bytes=COURIER_BYTES + weights)
         roles.append(Role("courier", "trainer.courier", courier, subscribes=(Subscription("weights", "latest"),), process="courier"))
@@ -181,5 +195,6 @@ def configured(config: RunConfig) -> dict[str, int]:
     return {
         "rollout": config.rollout.engines,
         "reward": config.reward.workers,
+        **({"evaluator": config.evaluation.engines} if config.evaluation is not None and config.evaluation.engines else {}),
         **{name: role.instances for name, role in config.roles.items()},
     }

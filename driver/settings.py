@@ -14,6 +14,9 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from driver.mix import check_sum
+from driver.settings_data import CurriculumConfig, DataConfig, FilterConfig
+from driver.settings_evaluation import EvaluationConfig
 from driver.settings_roles import NAME as ROLE_NAME
 from driver.settings_roles import RoleConfig, check_names
 from rollout.address import checked_url, is_loopback
@@ -70,6 +73,20 @@ class RolloutConfig(_Section):
     stream_interval: int = Field(16, ge=1, description="tokens per streamed chunk: with an engine at most this much is lost a request")
     stall_s: float = Field(
         60.0, gt=0, description="a request without a new token for this long goes elsewhere; an engine that is silent so long is replaced"
+    )
+    prefix_log_every_s: float | None = Field(
+        2.0,
+        gt=0,
+        le=60,
+        description="tokens of unfinished answers go to RUN_DIR/prefixes.sqlite this often, and after a restart are gone on from; null: "
+        "they are sampled from their prompts again",
+    )
+    prefix_log_every_tokens: int = Field(256, ge=1, description="and as soon as a trajectory has so many that are not there yet")
+    part_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="answers are asked for in parts of so many tokens, each going on from the one before: bounds what is sampled again "
+        "when an engine or the driver is lost after a push; null: in one, and what came after a push in its middle is lost with it",
     )
     loads_interval_s: float = Field(1.0, gt=0, le=60, description="each engine is asked this often how loaded it is, and seen to move")
     infrastructure_retries: int = Field(20, ge=0, description="a request lost to a dead engine is sent again this often")
@@ -277,6 +294,12 @@ class StoreConfig(_Section):
     backend: Literal["embedded"] = "embedded"
     directory: Path | None = Field(None, description="default /dev/shm/headrace-UID-RUN; must be a memory file system")
     capacity_bytes: int = Field(1 << 30, ge=1 << 20)
+    snapshot_every_s: float | None = Field(
+        None,
+        gt=0,
+        description="ready and consumed rows are copied to RUN_DIR/rows.sqlite this often, for a host that goes down; null: after that "
+        "they are generated again",
+    )
 
 
 class ServiceConfig(_Section):
@@ -327,9 +350,32 @@ class RunConfig(_Section):
     store: StoreConfig = StoreConfig()
     service: ServiceConfig = ServiceConfig()
     roles: dict[Annotated[str, Field(pattern=ROLE_NAME)], RoleConfig] = Field({}, description="your own processes; see examples/own_role")
+    evaluation: EvaluationConfig | None = Field(None, description="a held-out set, scored at chosen versions; null: none")
     stop_deadline_s: float = Field(60.0, gt=0, description="SIGTERM waits this long for the step in flight and a last checkpoint")
     shuffle: bool = Field(True, description="dataset rows in a seeded order, another one each epoch; false: as they came")
-    data: Path | None = Field(None, description="a dataset file submitted, and closed, at start")
+    data: list[DataConfig] = Field([], description="a file, or a list of {path, name, weight, priority, epochs, mapping}")
+    filter: FilterConfig = FilterConfig()
+    curriculum: CurriculumConfig | None = Field(None, description="who sets the datasets' weights; null: only you do")
+
+    @field_validator("data", mode="before")
+    @classmethod
+    def _one_file(cls, value: object) -> object:
+        """One file may be written as it is, and one dataset without a list."""
+        if value is None:
+            return []
+        if isinstance(value, str | Path):
+            return [{"path": value}]
+        return [value] if isinstance(value, dict) else value
+
+    @field_validator("data")
+    @classmethod
+    def _told_apart(cls, value: list[DataConfig]) -> list[DataConfig]:
+        names = [data.called for data in value]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise ValueError(f"two datasets are called {twice!r}: give them a `name` each")
+        if value:
+            check_sum(data.weight for data in value)
+        return value
 
     @property
     def directory(self) -> Path:

@@ -41,7 +41,7 @@ def lab(tmp_path, monkeypatch):
     db = SimpleNamespace(query=lambda *_: [], write=queued.extend, durable=durable)
     core = SimpleNamespace(ring=lambda: None, db=db)
     rollout, reward = SimpleNamespace(max_open_requests=4, engines=1), SimpleNamespace(workers=1)
-    config = SimpleNamespace(directory=tmp_path, rollout=rollout, reward=reward, roles={})
+    config = SimpleNamespace(directory=tmp_path, rollout=rollout, reward=reward, roles={}, evaluation=None)
     run = SimpleNamespace(core=core, config=config, http=None, tokenizer=SimpleNamespace(vocab_size=10), pool=EnginePool())
     run.transports = Transports("auto", {})
     lab = SimpleNamespace(processes=Processes(run), pool=run.pool, process=Process(), answer=CURRENT, frozen=0, disk=disk)
