@@ -12,12 +12,12 @@ import difflib
 import json
 import os
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 import yaml
 from pydantic import ValidationError
 
-from driver.settings import ModelConfig, RewardConfig, RunConfig, ScorerConfig, TrainerConfig
+from driver.settings import ModelConfig, RunConfig, TrainerConfig
 from rollout.sglang.spec import has_cuda_device, located
 from trainer.layout import misfit
 
@@ -92,16 +92,26 @@ def _check_files(config: RunConfig, base: Path) -> RunConfig:
             function = _own_function(scorer.function, base, f"reward.scorers.{task_type}.function")
             scorer = scorer.model_copy(update={"function": function})
         scorers[task_type] = scorer
-    _check_store(config, model_path)
+    check_store(config, model_path)
     rollout = config.rollout
     if rollout.engine == "sglang":
         try:
             rollout = rollout.model_copy(update={"sglang": located(rollout.sglang, base)})
         except ValueError as error:
             raise ConfigError(f"rollout.sglang: {error}") from None
-    data = (base / config.data).resolve() if config.data else None
-    if data and not data.is_file():
-        raise ConfigError(f"data: there is no file {data}")
+    data = [each.model_copy(update={"path": (base / each.path).resolve()}) for each in config.data]
+    if missing := next((each.path for each in data if not each.path.is_file()), None):
+        raise ConfigError(f"data: there is no file {missing}")
+    curriculum = config.curriculum
+    if curriculum is not None:
+        function = _own_function(curriculum.function, base, "curriculum.function")
+        curriculum = curriculum.model_copy(update={"function": function})
+    evaluation = config.evaluation
+    if evaluation is not None:
+        held_out = (base / evaluation.data).resolve()
+        if not held_out.is_file():
+            raise ConfigError(f"evaluation.data: there is no file {held_out}")
+        evaluation = evaluation.model_copy(update={"data": held_out})
     roots = [(base / root).resolve() for root in config.service.data_roots]
     return config.model_copy(
         update={
@@ -109,7 +119,13 @@ def _check_files(config: RunConfig, base: Path) -> RunConfig:
             "rollout": rollout,
             "reward": config.reward.model_copy(update={"scorers": scorers}),
             "trainer": _trainer_files(trainer, base),
+            "roles": {
+                name: role.model_copy(update={"logic": _own_function(role.logic, base, f"roles.{name}.logic")})
+                for name, role in config.roles.items()
+            },
             "data": data,
+            "evaluation": evaluation,
+            "curriculum": curriculum,
             "service": config.service.model_copy(update={"data_roots": roots}),
         }
     )
@@ -166,7 +182,7 @@ def _check_name(file: Path, name: str, where: str) -> None:
         raise ConfigError(f"{where}: {file} has no {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
 
 
-def _check_store(config: RunConfig, model_path: Path) -> None:
+def check_store(config: RunConfig, model_path: Path) -> None:
     """The worst case must fit (B2): every row there can be between two checkpoints at full length, and three copies of the weights."""
     batches = config.checkpoint.every + config.staleness.bound + 1
     rows_bytes = config.batch.samples * config.sample_bytes * batches
@@ -202,13 +218,16 @@ def _explain(error: ValidationError) -> str:
 
 
 def _names_at(location: tuple[Any, ...]) -> list[str]:
-    """The field names of the section at a location; through mappings (scorers) by their value type."""
+    """The field names of the section at a location; through mappings (scorers, roles) by their value type."""
     section: Any = RunConfig
     for part in location:
+        if isinstance(section, dict):  # any name; what stands under it is of one kind
+            section = section[...]
+            continue
         field = section.model_fields.get(part) if hasattr(section, "model_fields") else None
         if field is None:
-            section = ScorerConfig if section is RewardConfig or part else section
-            continue
-        kinds = (field.annotation, *get_args(field.annotation))  # a section may be optional
-        section = next((kind for kind in kinds if hasattr(kind, "model_fields")), section)
+            continue  # also a number, which is a place in a list
+        kinds = (field.annotation, *get_args(field.annotation))  # a section may be optional, or there may be a list of it
+        found = next((kind for kind in kinds if hasattr(kind, "model_fields")), section)
+        section = {...: found} if get_origin(field.annotation) is dict else found
     return list(getattr(section, "model_fields", {}))

@@ -6,6 +6,8 @@ from typing import Any
 
 import msgspec
 
+from driver.mix import Change
+
 
 class Leaf(msgspec.Struct, frozen=True):
     """One row: where its columns are and the numbers the plan needs. Refs are `Ref.to_wire()`."""
@@ -20,6 +22,8 @@ class Leaf(msgspec.Struct, frozen=True):
 
 
 class SampleRegistered(msgspec.Struct, frozen=True, kw_only=True):
+    """`credits` are those of the datasets after this choice: see `driver.mix`."""
+
     uid: int
     segment: int
     row_index: int
@@ -29,6 +33,8 @@ class SampleRegistered(msgspec.Struct, frozen=True, kw_only=True):
     deadline_batch: int
     n: int
     time: float
+    dataset_id: str = ""
+    credits: dict[str, float] = {}
 
 
 class TrajectoryReady(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,11 +62,12 @@ class TrajectoryDiscarded(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SampleDiscarded(msgspec.Struct, frozen=True, kw_only=True):
-    """Every trajectory of the sample that is running or ready ends here."""
+    """Every trajectory of the sample that is running or ready ends here. `filtered_from`: the filter's work, and of which dataset."""
 
     uid: int
     reason: str
     time: float
+    filtered_from: str | None = None
 
 
 class RowsLost(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,6 +118,77 @@ class VersionServed(msgspec.Struct, frozen=True, kw_only=True):
     version: int
 
 
+class Found(msgspec.Struct, frozen=True, kw_only=True):
+    """What a start found of what was not finished, in trajectories. Ready and consumed ones by where their rows were."""
+
+    memory: int = 0
+    parked: int = 0
+    snapshot: int = 0
+    again: int = 0
+    """Ready, and its rows are nowhere: made again."""
+    consumed_without_rows: int = 0
+    """Their batch is made again, unless a checkpoint holds it."""
+    resumed: int = 0
+    """Running ones that go on from the prefix log."""
+    resumed_tokens: int = 0
+    from_prompt: int = 0
+    """Running ones without a prefix: sampled from their prompt."""
+
+
+class Restarted(msgspec.Struct, frozen=True, kw_only=True):
+    """The driver has started on a ledger that is not empty, and this is what it found."""
+
+    found: Found
+    time: float
+
+
+class EvaluationBegan(msgspec.Struct, frozen=True, kw_only=True):
+    """All trajectories of one evaluation are registered: `rows` samples of `n`, in no batch and under no bound."""
+
+    first_uid: int
+    rows: int
+    n: int
+    version: int
+    time: float
+
+
+class EvaluationEnded(msgspec.Struct, frozen=True, kw_only=True):
+    """Every trajectory of it ends here: (row, index, reward) as evaluated, (row, index, reason) as discarded."""
+
+    first_uid: int
+    rewards: tuple[tuple[int, int, float], ...]
+    failed: tuple[tuple[int, int, str], ...]
+    time: float
+
+
+class MixChanged(msgspec.Struct, frozen=True, kw_only=True):
+    """Shares of datasets, from the next sample on. `by` says who decided (submit, configuration, request, curriculum), `why` in words."""
+
+    changes: dict[str, Change]
+    by: str
+    time: float
+    why: str = ""
+
+
+class RowSolved(msgspec.Struct, frozen=True, kw_only=True):
+    """Every trajectory of this sample was right: its row may be left out of the next pass."""
+
+    uid: int
+    of: int
+    time: float
+
+
+class RowSkipped(msgspec.Struct, frozen=True, kw_only=True):
+    """The next row of a dataset is left out of this pass, because it was solved in the one before."""
+
+    dataset_id: str
+    segment: int
+    row_index: int
+    pass_index: int
+    position: int
+    time: float
+
+
 class RunEnded(msgspec.Struct, frozen=True, kw_only=True):
     how: str
 
@@ -128,5 +206,11 @@ Event = (
     | VersionCommitted
     | EpochBegan
     | VersionServed
+    | EvaluationBegan
+    | EvaluationEnded
+    | Restarted
+    | MixChanged
+    | RowSolved
+    | RowSkipped
     | RunEnded
 )

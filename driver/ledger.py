@@ -4,7 +4,8 @@ Promise: `registered = running + ready + consumed + finished` after every event 
 evaluated or discarded with a reason (A2). An event that is not legal in the present state raises `IllegalEvent` and changes nothing.
 
 Mechanism: the live part (unfinished samples, uncommitted batches, counters) is kept here in plain objects; each event answers with
-the rows to upsert, which `ledger_db` commits in groups. No clock, no I/O: times and ids come inside the events.
+the rows to upsert, which `ledger_db` commits in groups. Counters are rows too: an event writes the ones that it changed, with their new
+value, so that a start reads them and never the rows of what has ended. No clock, no I/O: times and ids come inside the events.
 
     running ──TrajectoryReady──▶ ready ──BatchAssembled──▶ consumed ──VersionCommitted─▶ finished(trained)
        │                           │                          │
@@ -25,9 +26,15 @@ from driver.events import (
     BatchAssembled,
     BatchUnmade,
     EpochBegan,
+    EvaluationBegan,
+    EvaluationEnded,
     Event,
     Leaf,
+    MixChanged,
+    Restarted,
+    RowSkipped,
     RowsLost,
+    RowSolved,
     RunEnded,
     SampleDiscarded,
     SampleRegistered,
@@ -37,10 +44,14 @@ from driver.events import (
     VersionCommitted,
     VersionServed,
 )
+from driver.mix import Cursor, Walk
 
 RUNNING, READY, CONSUMED, FINISHED = "running", "ready", "consumed", "finished"
 TRAINED, EVALUATED, DISCARDED = "trained", "evaluated", "discarded"
+EVALUATION = -1  # the segment of held-out rows, which are in no dataset of the run
 ASSEMBLED, APPLIED, COMMITTED = "assembled", "applied", "committed"
+UNMADE = "unmade"  # of a batch: its number is given again
+STATE, OUTCOME, REASON, STALENESS = "state", "outcome", "reason", "staleness"  # kinds of counters
 
 
 class IllegalEvent(RuntimeError):
@@ -84,8 +95,18 @@ class Sample:
     batch_id: int | None = None
 
     @property
+    def evaluation(self) -> bool:
+        """Of a held-out row: in no batch, in no bound."""
+        return self.segment == EVALUATION
+
+    @property
     def waiting(self) -> bool:
         return any(t.state == RUNNING for t in self.trajectories)
+
+    @property
+    def settled(self) -> bool:
+        """Live, and it can be taken into a batch: nothing of it runs, and something is ready."""
+        return self.batch_id is None and not self.evaluation and not self.waiting and any(t.state == READY for t in self.trajectories)
 
     def in_state(self, state: str) -> list[Trajectory]:
         return [t for t in self.trajectories if t.state == state]
@@ -126,6 +147,7 @@ def kind_of(reason: str) -> str:
 class Ledger:
     def __init__(self) -> None:
         self.last_discard: tuple[str, str] | None = None  # traj_uid and reason in full
+        self._changed: dict[tuple[str, str], None] = {}  # counters that the present event has changed, by kind and name
         self.samples: dict[int, Sample] = {}  # live and consumed, in order of registration
         self.batches: dict[int, Batch] = {}  # not committed, in order
         self.counts = Counts()
@@ -137,16 +159,26 @@ class Ledger:
         self.committed_version = 0
         self.serving_version = 0
         self.epoch = 0
-        self.cursor: tuple[int, int, int] = (0, 0, 0)  # pass, segment, position: the next row to register
+        self.cursor: Cursor = {}  # by dataset: its share and the next row to register
+        self.mixes = 0  # changes of shares so far
+        self.solved: dict[tuple[int, int], int] = {}  # (segment, row) -> the pass in which it was always right
         self.checkpoint: str | None = None
         self.ended: str | None = None
         self.samples_taken = 0
+        self.just_over: list[Sample] = []  # by the last event: all of it has finished
+        self.settled_samples = 0
+        self.settlings = 0  # grows with each event that may make another batch possible
+        self.restarts = 0
 
     # ---- reading -----------------------------------------------------------------------------------------------------
 
     def live(self) -> Iterator[Sample]:
-        """Registered, neither taken nor discarded; oldest first."""
-        return (s for s in self.samples.values() if s.batch_id is None)
+        """Registered to be trained, neither taken nor discarded; oldest first."""
+        return (s for s in self.samples.values() if s.batch_id is None and not s.evaluation)
+
+    def evaluated(self) -> Iterator[Sample]:
+        """Of an evaluation that runs."""
+        return (s for s in self.samples.values() if s.evaluation)
 
     def trajectory(self, traj_uid: str) -> Trajectory | None:
         uid, separator, index = traj_uid.removeprefix("s").partition("t")
@@ -163,9 +195,25 @@ class Ledger:
 
     def apply(self, event: Event) -> list[Upsert]:
         """Change the state by one event; returns what must be written. IllegalEvent leaves everything as it was."""
+        self.just_over = []
+        touched = self._touched(event)
+        before = sum(sample.settled for sample in touched)
+        discarded = self.last_discard
         writes: list[Upsert] = getattr(self, "_on_" + type(event).__name__)(event)
         assert self.counts.balanced(), f"A1 broken by {event}"
+        more = sum(sample.settled for sample in touched) - before
+        self.settled_samples += more
+        self.settlings += bool(more) or not isinstance(event, TrajectoryReady | SampleRegistered | TrajectoryRetried)
+        if self.last_discard is not discarded:
+            writes.append(self._meta("last_discard", self.last_discard))
+        writes += [Upsert("counters", {"kind": kind, "name": name, "value": self._counter(kind, name)}) for kind, name in self._changed]
+        self._changed.clear()
         return writes
+
+    def _counter(self, kind: str, name: str) -> int:
+        if kind == STALENESS:
+            return self.staleness[int(name)]
+        return {STATE: self.counts.by_state, OUTCOME: self.counts.by_outcome, REASON: self.counts.by_reason}[kind][name]
 
     def _on_SampleRegistered(self, e: SampleRegistered) -> list[Upsert]:
         if e.uid != self.next_uid:
@@ -179,12 +227,15 @@ class Ledger:
         self.samples[e.uid] = sample
         self.live_by_deadline[e.deadline_batch] += 1
         self.counts.registered += e.n
-        self.counts.by_state[RUNNING] += e.n
-        self.cursor = (e.pass_index, e.segment, e.position + 1)
+        self._add_state(RUNNING, e.n)
+        walk = self._moved(e.dataset_id, e.pass_index, e.segment, e.position)
+        walk.registered += 1
+        for dataset_id, credit in e.credits.items():
+            self.cursor.setdefault(dataset_id, Walk()).credit = credit
         return [
             self._sample_row(sample),
             *[self._trajectory_row(t) for t in sample.trajectories],
-            self._meta("cursor", list(self.cursor)),
+            *self._walks(e.dataset_id, *e.credits),
             self._meta("next_uid", self.next_uid),
         ]
 
@@ -219,6 +270,9 @@ class Ledger:
             if trajectory.state in (RUNNING, READY):
                 self._finish(trajectory, DISCARDED, e.reason)
                 writes.append(self._trajectory_row(trajectory))
+        if e.filtered_from is not None:
+            self.cursor.setdefault(e.filtered_from, Walk()).filtered += 1
+            writes += self._walks(e.filtered_from)
         return writes + self._forget_if_over(sample)
 
     def _on_RowsLost(self, e: RowsLost) -> list[Upsert]:
@@ -242,7 +296,7 @@ class Ledger:
         for sample in samples:
             sample.batch_id = e.batch_id
             self._leave_live(sample)
-            self.staleness[e.batch_id - sample.version_tag] += 1
+            self._add_staleness(e.batch_id - sample.version_tag, 1)
             writes.append(self._sample_row(sample))
             for trajectory in sample.in_state(READY):
                 self._move(trajectory, CONSUMED)
@@ -250,7 +304,7 @@ class Ledger:
         self.batches[e.batch_id] = Batch(e.batch_id, ASSEMBLED, e.uids, e.plan)
         self.next_batch += 1
         self.samples_taken += len(samples)
-        return [*writes, self._batch_row(self.batches[e.batch_id], e.time)]
+        return [*writes, self._batch_row(self.batches[e.batch_id], e.time), self._meta("next_batch", self.next_batch)]
 
     def _on_BatchApplied(self, e: BatchApplied) -> list[Upsert]:
         batch = self.batches.get(e.batch_id)
@@ -269,7 +323,7 @@ class Ledger:
         writes: list[Upsert] = []
         for uid in batch.uids:
             sample = self.samples[uid]
-            self.staleness[e.batch_id - sample.version_tag] -= 1
+            self._add_staleness(e.batch_id - sample.version_tag, -1)
             sample.batch_id = None
             self.live_by_deadline[sample.deadline_batch] += 1
             for trajectory in sample.in_state(CONSUMED):
@@ -283,7 +337,8 @@ class Ledger:
         del self.batches[e.batch_id]
         self.next_batch -= 1
         self.samples_taken -= len(batch.uids)
-        return [*writes, Upsert("batches", {"batch_id": e.batch_id, "state": "unmade"})]
+        unmade = Upsert("batches", {"batch_id": e.batch_id, "state": UNMADE})
+        return [*writes, unmade, self._meta("next_batch", self.next_batch)]
 
     def _on_VersionCommitted(self, e: VersionCommitted) -> list[Upsert]:
         if e.version > self.trained_version or e.version < self.committed_version:
@@ -326,11 +381,97 @@ class Ledger:
         self.serving_version = e.version
         return [self._meta("serving_version", e.version)]
 
+    def _on_EvaluationBegan(self, e: EvaluationBegan) -> list[Upsert]:
+        if e.first_uid != self.next_uid:
+            raise IllegalEvent(f"evaluation registered from sample {e.first_uid}, expected {self.next_uid}")
+        self.next_uid += e.rows
+        writes = [self._meta("next_uid", self.next_uid)]
+        for row in range(e.rows):
+            uid = e.first_uid + row
+            sample = Sample(uid, EVALUATION, row, 0, e.version, 0, [])
+            sample.trajectories = [Trajectory(traj_uid_of(uid, index), uid, index, started_at=e.time) for index in range(e.n)]
+            self.samples[uid] = sample
+            writes += [self._sample_row(sample), *map(self._trajectory_row, sample.trajectories)]
+        self.counts.registered += e.rows * e.n
+        self._add_state(RUNNING, e.rows * e.n)
+        return writes
+
+    def _on_EvaluationEnded(self, e: EvaluationEnded) -> list[Upsert]:
+        told = {(row, index) for row, index, _ in (*e.rewards, *e.failed)}
+        known = {(s.uid - e.first_uid, t.index) for s in self.evaluated() for t in s.trajectories}
+        if told != known or len(told) != len(e.rewards) + len(e.failed):
+            raise IllegalEvent(f"evaluation from sample {e.first_uid}: {len(told)} ends for {len(known)} trajectories")
+        samples = list(self.evaluated())
+        for row, index, reward in e.rewards:
+            trajectory = self.samples[e.first_uid + row].trajectories[index]
+            trajectory.reward, trajectory.ready_at = reward, e.time
+            self._finish(trajectory, EVALUATED, None)
+        for row, index, reason in e.failed:
+            self._finish(self.samples[e.first_uid + row].trajectories[index], DISCARDED, reason)
+        writes = [self._trajectory_row(t) for s in samples for t in s.trajectories]
+        return writes + [write for s in samples for write in self._forget_if_over(s)]
+
+    def _on_MixChanged(self, e: MixChanged) -> list[Upsert]:
+        for dataset_id, change in e.changes.items():
+            walk = self.cursor.setdefault(dataset_id, Walk())
+            walk.weight = walk.weight if change.weight is None else change.weight
+            walk.priority = walk.priority if change.priority is None else change.priority
+            if change.own_passes:
+                walk.passes, walk.own_passes = change.passes, True
+        self.mixes += 1
+        row = {"number": self.mixes - 1, "from_uid": self.next_uid, "decided_by": e.by, "why": e.why, "decided_at": e.time}
+        row |= {"trained_version": self.trained_version, "changes": msgspec.json.encode(e.changes)}
+        return [*self._walks(*e.changes), Upsert("mixes", row)]
+
+    def _on_RowSolved(self, e: RowSolved) -> list[Upsert]:
+        sample = self.samples[e.uid]
+        self.solved[sample.segment, sample.row_index] = sample.pass_index
+        row = {"segment": sample.segment, "row_index": sample.row_index, "pass_index": sample.pass_index}
+        return [Upsert("solved_rows", row | {"uid": e.uid, "trajectories": e.of, "solved_at": e.time})]
+
+    def _on_RowSkipped(self, e: RowSkipped) -> list[Upsert]:
+        solved_in = self.solved.get((e.segment, e.row_index))
+        if solved_in is None or solved_in != e.pass_index - 1:
+            raise IllegalEvent(f"row {e.row_index} of segment {e.segment} was not solved in the pass before {e.pass_index}")
+        del self.solved[e.segment, e.row_index]
+        walk = self._moved(e.dataset_id, e.pass_index, e.segment, e.position)
+        walk.skipped += 1
+        row = {"segment": e.segment, "row_index": e.row_index, "pass_index": solved_in, "skipped_at": e.time}
+        return [*self._walks(e.dataset_id), Upsert("solved_rows", row)]
+
     def _on_RunEnded(self, e: RunEnded) -> list[Upsert]:
         self.ended = e.how
         return [self._meta("ended", e.how)]
 
+    def _on_Restarted(self, e: Restarted) -> list[Upsert]:
+        self.restarts += 1
+        return [Upsert("restarts", {"number": self.restarts, "time": e.time, "found": msgspec.json.encode(e.found)})]
+
+    def _touched(self, event: Event) -> list[Sample]:
+        """The samples of which it changes a state."""
+        uids: tuple[int, ...] = ()
+        if isinstance(event, TrajectoryReady | TrajectoryDiscarded | RowsLost):
+            trajectory = self.trajectory(event.traj_uid)
+            uids = () if trajectory is None else (trajectory.uid,)
+        elif isinstance(event, SampleDiscarded):
+            uids = (event.uid,)
+        elif isinstance(event, BatchAssembled):
+            uids = event.uids
+        elif isinstance(event, BatchUnmade) and event.batch_id in self.batches:
+            uids = self.batches[event.batch_id].uids
+        return [self.samples[uid] for uid in uids if uid in self.samples]
+
     # ---- small parts -------------------------------------------------------------------------------------------------
+
+    def _moved(self, dataset_id: str, pass_index: int, segment: int, position: int) -> Walk:
+        """The dataset's walk, past this row."""
+        walk = self.cursor.setdefault(dataset_id, Walk())
+        walk.pass_index, walk.segment, walk.position = pass_index, segment, position + 1
+        return walk
+
+    def _walks(self, *dataset_ids: str) -> list[Upsert]:
+        """One row a dataset, so that a sample costs no more when there are a thousand datasets that are walked."""
+        return [self._meta(f"cursor/{dataset_id}", self.cursor[dataset_id]) for dataset_id in dict.fromkeys(dataset_ids)]
 
     def _in_state(self, traj_uid: str, *states: str) -> Trajectory:
         trajectory = self.trajectory(traj_uid)
@@ -339,16 +480,26 @@ class Ledger:
         return trajectory
 
     def _move(self, trajectory: Trajectory, state: str) -> None:
-        self.counts.by_state[trajectory.state] -= 1
-        self.counts.by_state[state] += 1
+        self._add_state(trajectory.state, -1)
+        self._add_state(state, 1)
         trajectory.state = state
+
+    def _add_state(self, state: str, by: int) -> None:
+        self.counts.by_state[state] += by
+        self._changed[STATE, state] = None
+
+    def _add_staleness(self, staleness: int, by: int) -> None:
+        self.staleness[staleness] += by
+        self._changed[STALENESS, str(staleness)] = None
 
     def _finish(self, trajectory: Trajectory, outcome: str, reason: str | None) -> None:
         self._move(trajectory, FINISHED)
         trajectory.outcome, trajectory.reason = outcome, reason
         self.counts.by_outcome[outcome] += 1
+        self._changed[OUTCOME, outcome] = None
         if reason:
             self.counts.by_reason[kind_of(reason)] += 1
+            self._changed[REASON, kind_of(reason)] = None
             self.last_discard = (trajectory.traj_uid, reason)
 
     def _reset(self, trajectory: Trajectory, reason: str) -> None:
@@ -365,9 +516,10 @@ class Ledger:
         """A sample whose trajectories are all finished leaves the live view; its rows stay in the database."""
         if any(t.state != FINISHED for t in sample.trajectories):
             return []
-        if sample.batch_id is None:
+        if sample.batch_id is None and not sample.evaluation:
             self._leave_live(sample)
         del self.samples[sample.uid]
+        self.just_over.append(sample)
         row = self._sample_row(sample)
         row.values["over"] = 1
         return [row]
@@ -404,7 +556,7 @@ class Ledger:
                 "reason": t.reason,
                 "infrastructure_attempts": t.infrastructure_attempts,
                 "data_attempts": t.data_attempts,
-                "leaves": msgspec.json.encode(t.leaves) if t.leaves else None,
+                "leaves": msgspec.json.encode(t.leaves) if t.leaves and t.state != FINISHED else None,  # those of an ended one are freed
                 "reward": t.reward,
                 "finish_reason": t.finish_reason,
                 "started_at": t.started_at,

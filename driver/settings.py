@@ -9,11 +9,16 @@ import ipaddress
 import math
 import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from driver.mix import check_sum
+from driver.settings_data import CurriculumConfig, DataConfig, FilterConfig
+from driver.settings_evaluation import EvaluationConfig
+from driver.settings_roles import NAME as ROLE_NAME
+from driver.settings_roles import RoleConfig, check_names
 from rollout.address import checked_url, is_loopback
 from rollout.sglang.spec import SglangSpec
 from trainer.layout import misplaced, nothing_to_offload
@@ -69,6 +74,20 @@ class RolloutConfig(_Section):
     stall_s: float = Field(
         60.0, gt=0, description="a request without a new token for this long goes elsewhere; an engine that is silent so long is replaced"
     )
+    prefix_log_every_s: float | None = Field(
+        2.0,
+        gt=0,
+        le=60,
+        description="tokens of unfinished answers go to RUN_DIR/prefixes.sqlite this often, and after a restart are gone on from; null: "
+        "they are sampled from their prompts again",
+    )
+    prefix_log_every_tokens: int = Field(256, ge=1, description="and as soon as a trajectory has so many that are not there yet")
+    part_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="answers are asked for in parts of so many tokens, each going on from the one before: bounds what is sampled again "
+        "when an engine or the driver is lost after a push; null: in one, and what came after a push in its middle is lost with it",
+    )
     loads_interval_s: float = Field(1.0, gt=0, le=60, description="each engine is asked this often how loaded it is, and seen to move")
     infrastructure_retries: int = Field(20, ge=0, description="a request lost to a dead engine is sent again this often")
     data_retries: int = Field(1, ge=0, description="a prompt or a score that fails by itself is tried again this often")
@@ -112,7 +131,39 @@ class BatchConfig(_Section):
 
 
 class StalenessConfig(_Section):
+    """The bound, and who gives way when a straggler holds a batch. Keys of another preset are refused: they would have no effect."""
+
     bound: int = Field(2, ge=0, description="S: no trained sample is more than this many batches old; 0 is synchronous")
+    preset: Literal["strict", "deadline", "partial"] = Field(
+        "strict",
+        description="strict: a held batch waits, nothing is discarded for age or length; deadline: it waits hold_s, then the stragglers "
+        "are discarded; partial: a sample is trained with partial_k of its n. Both lose long answers: watch `headrace bias`",
+    )
+    alarm_s: float = Field(600.0, gt=0, description="a batch held this long raises an alarm, in every preset; nothing is discarded by it")
+    hold_s: float | None = Field(
+        None,
+        gt=0,
+        description="deadline only: a batch is held this long, then its stragglers go; too short costs the long answers; null: 60",
+    )
+    partial_k: int | None = Field(
+        None,
+        ge=2,
+        description="partial only: ready trajectories with which a sample may be trained; few lose more work; null: rollout.n - 1",
+    )
+    partial_after_s: float | None = Field(
+        None, ge=0, description="partial only: only when so many have been ready for this long; 0 loses the most work; null: 0"
+    )
+    bias_window_versions: int = Field(10, ge=1, description="shares sampled and trained are compared over so many versions at a time")
+    bias_tolerance: float = Field(
+        0.02, gt=0, lt=1, description="an alarm when a share trained is this far from the share sampled, and chance does not explain it"
+    )
+
+    @model_validator(mode="after")
+    def _keys_of_the_preset(self) -> StalenessConfig:
+        for key, preset in (("hold_s", "deadline"), ("partial_k", "partial"), ("partial_after_s", "partial")):
+            if getattr(self, key) is not None and self.preset != preset:
+                raise ValueError(f"{key} is a key of preset {preset}, and preset is {self.preset}: remove it, or set preset: {preset}")
+        return self
 
 
 class ScorerConfig(_Section):
@@ -200,6 +251,9 @@ class TrainerConfig(_Section):
     loss: LossConfig = LossConfig()
     critic: CriticConfig | None = Field(None, description="a value model beside the policy; {} takes the defaults")
     threads_per_rank: int = Field(1, ge=1)
+    stall_s: float = Field(
+        300.0, gt=0, description="busy, and for this long no micro-batch and no command done: its group is restarted; longer than a save"
+    )
     step_deadline_s: float = Field(600.0, gt=0, description="a training call without an answer for this long: the group is restarted")
 
     @field_validator("transformer_engine", mode="before")
@@ -272,6 +326,12 @@ class StoreConfig(_Section):
     backend: Literal["embedded"] = "embedded"
     directory: Path | None = Field(None, description="default /dev/shm/headrace-UID-RUN; must be a memory file system")
     capacity_bytes: int = Field(1 << 30, ge=1 << 20)
+    snapshot_every_s: float | None = Field(
+        None,
+        gt=0,
+        description="ready and consumed rows are copied to RUN_DIR/rows.sqlite this often, for a host that goes down; null: after that "
+        "they are generated again",
+    )
 
 
 class ServiceConfig(_Section):
@@ -321,9 +381,33 @@ class RunConfig(_Section):
     stop: StopConfig = StopConfig()
     store: StoreConfig = StoreConfig()
     service: ServiceConfig = ServiceConfig()
+    roles: dict[Annotated[str, Field(pattern=ROLE_NAME)], RoleConfig] = Field({}, description="your own processes; see examples/own_role")
+    evaluation: EvaluationConfig | None = Field(None, description="a held-out set, scored at chosen versions; null: none")
     stop_deadline_s: float = Field(60.0, gt=0, description="SIGTERM waits this long for the step in flight and a last checkpoint")
     shuffle: bool = Field(True, description="dataset rows in a seeded order, another one each epoch; false: as they came")
-    data: Path | None = Field(None, description="a dataset file submitted, and closed, at start")
+    data: list[DataConfig] = Field([], description="a file, or a list of {path, name, weight, priority, epochs, mapping}")
+    filter: FilterConfig = FilterConfig()
+    curriculum: CurriculumConfig | None = Field(None, description="who sets the datasets' weights; null: only you do")
+
+    @field_validator("data", mode="before")
+    @classmethod
+    def _one_file(cls, value: object) -> object:
+        """One file may be written as it is, and one dataset without a list."""
+        if value is None:
+            return []
+        if isinstance(value, str | Path):
+            return [{"path": value}]
+        return [value] if isinstance(value, dict) else value
+
+    @field_validator("data")
+    @classmethod
+    def _told_apart(cls, value: list[DataConfig]) -> list[DataConfig]:
+        names = [data.called for data in value]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise ValueError(f"two datasets are called {twice!r}: give them a `name` each")
+        if value:
+            check_sum(data.weight for data in value)
+        return value
 
     @property
     def directory(self) -> Path:
@@ -354,6 +438,11 @@ class RunConfig(_Section):
         return self.push.logprob_tolerance or (0.1 if self.trainer.dtype == "bfloat16" else 1e-3)
 
     @property
+    def partial_k(self) -> int:
+        """Of preset partial: with how many ready trajectories a sample may be trained."""
+        return self.rollout.n - 1 if self.staleness.partial_k is None else self.staleness.partial_k
+
+    @property
     def row_tokens(self) -> int:
         """The longest row there can be."""
         return self.rollout.context_length
@@ -363,12 +452,23 @@ class RunConfig(_Section):
         """Worst case of one sample in the store: every trajectory at full length, its two objects with their headers."""
         return self.rollout.n * (self.row_tokens * (4 + 1 + 4) + 4096 * 2)
 
+    @field_validator("roles")
+    @classmethod
+    def _role_names(cls, roles: dict[str, RoleConfig]) -> dict[str, RoleConfig]:
+        check_names(roles)
+        return roles
+
     @model_validator(mode="after")
     def _whole(self) -> RunConfig:
         if not (self.rollout.engines or self.rollout.engine_urls or self.service.engine_hosts):
             raise ValueError("rollout.engines is 0 and there is no other engine: give rollout.engine_urls, or service.engine_hosts")
         if self.rollout.min_group > self.rollout.n:
             raise ValueError(f"rollout.min_group ({self.rollout.min_group}) exceeds rollout.n ({self.rollout.n}): lower it to that")
+        if self.staleness.preset == "partial" and not self.rollout.min_group <= self.partial_k < self.rollout.n:
+            raise ValueError(
+                f"staleness.preset partial would train {self.partial_k} of rollout.n ({self.rollout.n}) trajectories: staleness.partial_k "
+                f"must be below n and at least rollout.min_group ({self.rollout.min_group}); or take preset strict or deadline"
+            )
         if self.rollout.n == 1 and self.trainer.critic is None:
             raise ValueError(
                 "rollout.n is 1: alone in its group, every trajectory has advantage 0 and nothing is trained; raise it, or set "

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+
 from driver.events import Leaf, SampleRegistered, TrajectoryReady
-from driver.ledger import Ledger, traj_uid_of
+from driver.ledger import FINISHED, Ledger, traj_uid_of
+from driver.mix import Walk
 
 
 def register(ledger: Ledger, *, tag: int = 0, bound: int = 2, n: int = 2) -> SampleRegistered:
-    position = ledger.cursor[2]
+    position = ledger.cursor.get("", Walk()).position
     return SampleRegistered(
         uid=ledger.next_uid,
         segment=0,
@@ -31,3 +34,14 @@ def leaf(traj_uid: str, score: float = 1.0) -> Leaf:
 def ready(uid: int, index: int, score: float = 1.0) -> TrajectoryReady:
     traj_uid = traj_uid_of(uid, index)
     return TrajectoryReady(traj_uid=traj_uid, leaves=(leaf(traj_uid, score),), reward=score, finish_reason="stop", time=2.0)
+
+
+def fields(ledger: Ledger) -> dict[str, object]:
+    """Every field of a ledger, with the order of what is ordered. The rows that an ended trajectory still names are not state."""
+    found = copy.deepcopy(vars(ledger))
+    del found["just_over"], found["settlings"]  # of the last event, and a clock of a driver's life
+    for sample in found["samples"].values():
+        for trajectory in sample.trajectories:
+            if trajectory.state == FINISHED:
+                trajectory.leaves = ()
+    return found | {"order": [list(ledger.samples), list(ledger.batches)]}
