@@ -22,6 +22,7 @@ from driver.archive import read_metrics, read_trajectories
 from driver.datasets import DataRow
 from driver.ledger import Upsert
 from driver.ledger_db import LedgerDB
+from driver.mix import Walk
 from tests.chaos.accounts import check_end
 from tests.chaos.attacks import BOUND, KILL, N_PER_SAMPLE, Cell, Chaos
 from trainer.checkpoints import META, newest
@@ -45,8 +46,12 @@ def prepare(run_dir: Path, start: int, checkpoint: Path) -> None:
     (held / META).write_text(json.dumps(meta | {"trained_version": start, "batch_id": start - 1, "epoch": start}))
     line = {"batch_id": start - 1, "epoch": start, "row_ids": [], "skipped": None, "skipped_row_ids": []}
     (run_dir / "trained_rows.jsonl").write_text(json.dumps(line) + "\n")
-    numbers = dict.fromkeys(("next_uid", "trained_version", "committed_version", "serving_version", "epoch"), start)
-    values: dict[str, object] = {**numbers, "checkpoint": str(held), "cursor": [start, start, ROWS - 5]}
+    numbers = dict.fromkeys(("next_uid", "next_batch", "trained_version", "committed_version", "serving_version", "epoch"), start)
+    values: dict[str, object] = {
+        **numbers,
+        "checkpoint": str(held),
+        "cursor/d000000": Walk(pass_index=start, segment=start, position=ROWS - 5),
+    }
     values |= {f"incarnation/{role}": start for role in ROLES}
     segment = {"segment": start, "dataset_id": "d000000", "rows": ROWS, "idempotency_key": None, "digest": None}
 

@@ -12,6 +12,7 @@ from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
+from driver import ledger_load
 from driver.ledger import traj_uid_of
 
 
@@ -62,7 +63,8 @@ class Books:
 def check(run_dir: Path, n: int, bound: int) -> Books:
     """A1, A2, A3 and the order of the protocol, at this instant."""
     books = Books(run_dir)
-    wrong = [*_registered(books, n, bound), *_states(books), *_trained(books)]
+    found = ledger_load.check(run_dir / "ledger.sqlite")  # its counters against its rows, as `headrace ledger check` does
+    wrong = [*_registered(books, n, bound), *_states(books), *_trained(books), *found.damage, *found.wrong]
     assert not wrong, "\n".join(wrong[:20])
     return books
 

@@ -21,6 +21,7 @@ from driver.config import load_config
 from driver.core import Core
 from driver.events import Leaf, TrajectoryReady
 from driver.feed import Feed
+from driver.holds import Holds
 from driver.ledger import Sample, traj_uid_of
 from driver.ledger_db import LedgerDB
 from driver.training import Training
@@ -113,6 +114,7 @@ class Life:
             archive=self._archive,
             on_running_again=lambda sample: None,
             replace=self._replace,
+            holds=Holds(self.core, cut=lambda sample, reason: None, moving=lambda: True),
         )
         self.training._client = self.trainer  # type: ignore[assignment]
 
