@@ -24,6 +24,7 @@ from driver.events import Event
 from driver.finished import Finished
 from driver.ledger import Trajectory
 from driver.ledger_db import LedgerDB
+from driver.process_specs import Specs
 from driver.processes import Processes
 from driver.turns import Turns
 from reward.client import RewardClient
@@ -140,19 +141,19 @@ def install(directory: Path) -> None:
     Transitions(points).install()
     for name, (owner, attribute) in STEPS.items():
         setattr(owner, attribute, step(points, name, getattr(owner, attribute)))
-    begin, module = Processes.__init__, Processes._module
+    begin, module = Processes.__init__, Specs._module
 
     def begins(self: Processes, *args: Any) -> None:
         begin(self, *args)
         _processes.append(self)
 
-    def modules(self: Processes, name: str, *flags: str) -> list[str]:
+    def modules(self: Specs, name: str, *flags: str) -> list[str]:
         return module(self, "tests.chaos.trainer" if name == "trainer.main" else name, *flags)
 
     if LENGTHS in os.environ:
         take_lengths(json.loads(Path(os.environ[LENGTHS]).read_text()))
     Processes.__init__ = begins  # type: ignore[method-assign]
-    Processes._module = modules  # type: ignore[method-assign]
+    Specs._module = modules  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":
