@@ -311,6 +311,8 @@ class Chaos:
     def _spare(self, victim: str) -> None:
         """A process that dies too often is left alone by the launcher, as it should be: so nobody is hit as often."""
         role = {"worker": "reward", "rank": "trainer"}.get(victim, victim)
+        if role == "driver":
+            return
         times = self._deaths[role]
         while len([at for at in times if time.monotonic() - at < RESTART_WINDOW_S]) >= RESTARTS:
             time.sleep(0.5)

@@ -78,7 +78,7 @@ class Transitions:
 
     def __init__(self, points: Points) -> None:
         self._points = points
-        self._waited: tuple[Order, Any, threading.Event] | None = None  # the order, the last row that it writes, its commit
+        self._waited: tuple[Order, list[Any], threading.Event] | None = None  # the order, the rows that it writes, its commit
 
     def install(self) -> None:
         apply, commit = Core.apply, LedgerDB._commit
@@ -88,14 +88,14 @@ class Transitions:
             name = type(event).__name__
             self._points.at(name, BEFORE)
             order = self._points.ordered(name, LOST) or self._points.ordered(name, AFTER)
-            if order is None or self._waited is not None:
+            if order is None or (self._waited is not None and self._waited[0] == order):
                 return apply(core, event)
             committed = threading.Event()
             write = core.db.write
 
             def written(rows: Any) -> None:
                 known = list(rows)
-                self._waited = (order, known[-1], committed)
+                self._waited = (order, known, committed)
                 write(known)
 
             core.db.write = written  # type: ignore[method-assign]
@@ -111,7 +111,8 @@ class Transitions:
         @functools.wraps(commit)
         def commits(db: LedgerDB, writes: list[Any]) -> None:
             waited = self._waited
-            if waited is None or not any(row is waited[1] for row in writes):
+            # By any of its rows: one that was superseded before its commit is not written at all.
+            if waited is None or {id(row) for row in writes}.isdisjoint(map(id, waited[1])):
                 return commit(db, writes)
             if waited[0].moment == LOST:
                 time.sleep(RUNS_ON_S)
