@@ -271,7 +271,7 @@ class Meter:
             if end.outcome == "discarded" and end.reason is not None and end.reason.startswith("run ended"):
                 window.ended += 1
                 continue
-            filtered, trained = end.reason == "filtered", end.outcome == "trained"
+            filtered, trained = (end.reason or "").partition(":")[0] == "filtered", end.outcome == "trained"
             if trained and end.reward is not None:
                 rewards.append(end.reward)
             one = Cell(int(not filtered), int(trained), int(filtered), (end.reward or 0.0) if trained else 0.0)

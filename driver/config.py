@@ -94,9 +94,13 @@ def _check_files(config: RunConfig, base: Path) -> RunConfig:
             rollout = rollout.model_copy(update={"sglang": located(rollout.sglang, base)})
         except ValueError as error:
             raise ConfigError(f"rollout.sglang: {error}") from None
-    data = (base / config.data).resolve() if config.data else None
-    if data and not data.is_file():
-        raise ConfigError(f"data: there is no file {data}")
+    data = [each.model_copy(update={"path": (base / each.path).resolve()}) for each in config.data]
+    if missing := next((each.path for each in data if not each.path.is_file()), None):
+        raise ConfigError(f"data: there is no file {missing}")
+    curriculum = config.curriculum
+    if curriculum is not None:
+        function = _own_function(curriculum.function, base, "curriculum.function")
+        curriculum = curriculum.model_copy(update={"function": function})
     evaluation = config.evaluation
     if evaluation is not None:
         held_out = (base / evaluation.data).resolve()
@@ -116,6 +120,7 @@ def _check_files(config: RunConfig, base: Path) -> RunConfig:
             },
             "data": data,
             "evaluation": evaluation,
+            "curriculum": curriculum,
             "service": config.service.model_copy(update={"data_roots": roots}),
         }
     )
@@ -216,8 +221,8 @@ def _names_at(location: tuple[Any, ...]) -> list[str]:
             continue
         field = section.model_fields.get(part) if hasattr(section, "model_fields") else None
         if field is None:
-            continue
-        kinds = (field.annotation, *get_args(field.annotation))  # a section may be optional
+            continue  # also a number, which is a place in a list
+        kinds = (field.annotation, *get_args(field.annotation))  # a section may be optional, or there may be a list of it
         found = next((kind for kind in kinds if hasattr(kind, "model_fields")), section)
         section = {...: found} if get_origin(field.annotation) is dict else found
     return list(getattr(section, "model_fields", {}))

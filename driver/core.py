@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -20,6 +21,8 @@ from driver.ledger_db import LedgerDB
 from driver.limits import Limits, load_limits, save_limits
 from driver.settings import RunConfig
 from store import Store
+
+log = logging.getLogger("headrace.core")
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,7 @@ class Core:
     store: Store
     bells: list[Bell] = field(default_factory=list)
     waits: dict[str, Wait] = field(default_factory=dict)
+    alarms: dict[str, str] = field(default_factory=dict)  # by who raises it: what a person should look at, though the run goes on
     paused: bool = False
     draining: str | None = None  # why no new sample is registered any more
     ending: str | None = None  # why the run ends after the batch in training
@@ -129,6 +133,14 @@ class Core:
             self.waits.pop(side, None)
         elif side not in self.waits or self.waits[side].reason != reason:
             self.waits[side] = Wait(reason, time.monotonic())
+
+    def alarm(self, who: str, words: str | None) -> None:
+        """Raise this alarm, or take it back. Said in the log too, when it is new."""
+        if words is None:
+            self.alarms.pop(who, None)
+        elif self.alarms.get(who) != words:
+            self.alarms[who] = words
+            log.warning("%s", words)
 
     @property
     def run_id(self) -> str:

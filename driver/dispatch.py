@@ -23,7 +23,8 @@ from driver.batcher import admissible
 from driver.config import weights_bytes
 from driver.core import Core
 from driver.datasets import DataRow
-from driver.events import Leaf, SampleDiscarded, SampleRegistered, TrajectoryDiscarded, TrajectoryReady
+from driver.events import Leaf, RowSkipped, SampleDiscarded, SampleRegistered, TrajectoryDiscarded, TrajectoryReady
+from driver.filter import Judge
 from driver.ledger import DISCARDED, RUNNING, Sample, Trajectory
 from driver.prefix_log import PrefixLog
 from driver.push import Pusher
@@ -41,6 +42,7 @@ from rollout.workflow import Task, single_turn
 from store import Ref
 
 log = logging.getLogger("headrace.dispatch")
+SKIPS_AT_ONCE = 100
 
 
 class Dispatch:
@@ -71,6 +73,7 @@ class Dispatch:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._queue: deque[tuple[Sample, Trajectory]] = deque()  # registered, not yet sent
         self._rows: dict[int, DataRow] = {}  # of live samples
+        self.judge = Judge(core)
         self._request_tokens = Rate(weight=0.02)  # prompt and answer
         self.decision: Decision | None = None
         self.kv_room: KvRoom | None = None  # what the decision took for kv_slots
@@ -153,6 +156,8 @@ class Dispatch:
     def _register(self) -> tuple[Sample, Trajectory] | None:
         """Register the next dataset row if every gate lets it; its first trajectory is returned, its siblings are queued."""
         core, ledger, config = self._core, self._core.ledger, self._core.config
+        if not self._skipped_solved():
+            return None
         reason = self._closed_gate()
         if reason is not None:
             core.waiting("rollout", reason)
@@ -169,12 +174,37 @@ class Dispatch:
             deadline_batch=ledger.serving_version + core.limits.bound,
             n=config.rollout.n,
             time=time.time(),
+            dataset_id=place.dataset_id,
+            credits=dict(place.credits),
         )
         core.apply(event)
+        self.judge.registered(place.dataset_id)
         core.waiting("rollout", None)
         sample = ledger.samples[event.uid]
         self._queue.extend((sample, t) for t in sample.trajectories[1:])
         return sample, sample.trajectories[0]
+
+    def _skipped_solved(self) -> bool:
+        """Rows that were always right in their last pass are left out of this one, where the configuration says so. False: there may be
+        more of them, and the bell that each rings brings us back."""
+        core = self._core
+        if not core.config.filter.skip_solved or core.draining is not None:
+            return True
+        for _ in range(SKIPS_AT_ONCE):
+            place = core.feed.next_place(core.ledger.cursor)
+            if place is None or core.ledger.solved.get((place.segment, place.row_index), -2) != place.pass_index - 1:
+                return True
+            core.apply(
+                RowSkipped(
+                    dataset_id=place.dataset_id,
+                    segment=place.segment,
+                    row_index=place.row_index,
+                    pass_index=place.pass_index,
+                    position=place.position,
+                    time=time.time(),
+                )
+            )
+        return False
 
     def _closed_gate(self) -> str | None:
         """Why no new sample may be registered now; None when one may."""
@@ -184,6 +214,8 @@ class Dispatch:
         if core.feed.next_place(ledger.cursor) is None:
             if not core.feed.datasets():
                 return "no dataset was submitted yet (headrace submit FILE)"
+            if weightless := core.feed.weightless(ledger.cursor):
+                return f"only datasets of weight 0 have rows left: {', '.join(weightless)}; give one a weight (headrace mix), or drain"
             if core.feed.closed:
                 return "all rows were sent"
             return "all rows were sent and the dataset is open: append rows or close it"
@@ -209,6 +241,7 @@ class Dispatch:
             n=config.rollout.n,
             store_free_bytes=self._store_free_bytes(reserved_bytes),
             sample_bytes=config.sample_bytes,
+            kept_share=self.judge.kept_share,
         )
         if self.in_flight + self.queued + config.rollout.n > self.decision.watermark:
             d = self.decision
@@ -258,6 +291,8 @@ class Dispatch:
 
     async def _to_ready(self, sample: Sample, trajectory: Trajectory, generated: Callable[[], None]) -> None:
         core = self._core
+        if trajectory.state != RUNNING:  # discarded between the making of its task and this first step
+            return
         row = self._row(sample)
         tree = await self._run_workflow(row, trajectory)
         generated()
@@ -346,18 +381,28 @@ class Dispatch:
         return self._rows[sample.uid]
 
     def settle(self, sample: Sample) -> None:
-        """When no trajectory of a sample is running any more: keep it as ready, or discard it whole if too few are ready (M6)."""
+        """When no trajectory of a sample is running any more: keep it as ready, or discard it whole if too few are ready (M6), or
+        because the filter says so. No loop runs between its last trajectory's end and this: nobody takes a sample before it is judged."""
         if sample.waiting:
             return
-        self._rows.pop(sample.uid, None)
+        row = self._rows.pop(sample.uid, None)
         self.turns.forget_sample(sample.uid)
         ready = sample.in_state("ready")
-        if sample.batch_id is None and ready and len(ready) < self._core.config.rollout.min_group:
+        if sample.batch_id is not None or not ready:
+            return
+        filtered_from = None
+        if len(ready) < self._core.config.rollout.min_group:
             missing = next((t.reason for t in sample.trajectories if t.outcome == DISCARDED), "its siblings were discarded")
-            self._core.apply(SampleDiscarded(uid=sample.uid, reason=f"group too small: {missing}", time=time.time()))
-            for trajectory in ready:
-                self._on_discarded(sample, trajectory)
-            self._core.store.free([Ref.from_wire(ref) for t in ready for leaf in t.leaves for ref in (leaf.rollout, leaf.reward)])
+            reason = f"group too small: {missing}"
+        else:
+            filtered = self.judge.settled(sample, ready, row.task_type if row is not None else None)
+            if filtered is None:
+                return
+            reason, filtered_from = filtered, self._core.feed.dataset_of(sample.segment)
+        self._core.apply(SampleDiscarded(uid=sample.uid, reason=reason, time=time.time(), filtered_from=filtered_from))
+        for trajectory in ready:
+            self._on_discarded(sample, trajectory)
+        self._core.store.free([Ref.from_wire(ref) for t in ready for leaf in t.leaves for ref in (leaf.rollout, leaf.reward)])
 
 
 def reward_columns(score: float, is_correct: bool | None) -> dict[str, Any]:

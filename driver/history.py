@@ -7,7 +7,7 @@ import logging
 import time
 from typing import TYPE_CHECKING, Any
 
-from driver import observe
+from driver import observe, observe_data
 from driver.archive import MetricsLog, read_metrics
 from trainer.wire import TrainReport
 
@@ -72,13 +72,16 @@ class History:
             "serving_version": ledger.serving_version,
             "epoch": ledger.epoch,
             "discarded_total": ledger.counts.by_outcome["discarded"],
+            "filtered_samples_total": observe_data.filtered_samples(self._run),
+            "samples_by_dataset": dict(collections.Counter(self._run.core.feed.dataset_of(s.segment) for s in samples)),
         }
         while self.recent and self.recent[-1]["batch_id"] >= batch_id:  # a replay
             self.recent.pop()
         self.recent.append(line)
         self.metrics.write(line)
         for alarm in observe.alarms(self._run):
-            log.warning("%s", alarm)
+            if alarm not in self._run.core.alarms.values():  # said when it was raised
+                log.warning("%s", alarm)
         stop = self._run.config.stop
         window = [m["reward_mean"] for m in list(self.recent)[-stop.reward_window :]]
         if stop.reward is not None and len(window) == stop.reward_window and sum(window) / len(window) >= stop.reward:

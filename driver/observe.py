@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from driver import observe_data
 from driver.ledger import CONSUMED, DISCARDED, EVALUATED, EVALUATION, FINISHED, READY, RUNNING, TRAINED, Trajectory, traj_uid_of
 
 if TYPE_CHECKING:
@@ -52,7 +53,8 @@ def status(run: Run) -> dict[str, Any]:
         "staleness_bound": run.core.limits.bound,
         "staleness_preset": config.staleness.preset,
         "logprob_gap_max": run.history.gap_max,
-        "datasets": [msgspec.to_builtins(d) for d in run.core.feed.datasets()],
+        "datasets": observe_data.datasets(run),
+        "filtered_samples": observe_data.filtered_samples(run),
         "restarts": run.core.ledger.restarts,
         "found_at_start": None if run.found is None else msgspec.to_builtins(run.found),
         "tokens_resampled": run.dispatch.turns.tokens_resampled,
@@ -77,6 +79,7 @@ def alarms(run: Run) -> list[str]:
     found = [why for why in (run.prefixes.failure, run.snapshot.failure) if why is not None]
     if run.evaluator is not None and run.evaluator.alarm is not None:
         found.append(run.evaluator.alarm)
+    found += run.core.alarms.values()
     found += [*run.holds.alarms(), *run.bias.alarms]
     skipped = list(itertools.takewhile(lambda batch: batch.get("skipped"), reversed(run.history.recent)))
     if len(skipped) >= ALARM_SKIPPED_BATCHES:
@@ -209,14 +212,15 @@ def why(run: Run) -> dict[str, Any]:
 
 
 def sentence(run: Run) -> str:
-    """Why the slower side waits, in one sentence: for the trainer also what it waits for in turn. And which engines are out of use."""
+    """Why the slower side waits, in one sentence: for the trainer also what it waits for in turn. And which engines are out of use, and
+    whether the filter takes everything."""
     if run.failure:
         return f"The run has stopped: {run.failure}"
     if run.state in ("finished", "stopped"):
         return f"The run is {run.state}" + (f": {run.core.ledger.ended}." if run.core.ledger.ended else ".")
     now = time.monotonic()
     waits = run.core.waits
-    replaced = [waits[side].reason for side in waits if side.startswith("engine ")]
+    replaced = [waits[side].reason for side in waits if side.startswith("engine ") or side == "filter"]
     side = next((side for side in ("trainer", "reward", "rollout") if side in waits), None)
     if side is None:
         return "; ".join(replaced) or "Nothing waits: engines and trainer are both at work."
@@ -257,6 +261,7 @@ def gauges(run: Run) -> dict[str, float]:
         **run.holds.gauges(),
         **run.bias.gauges(),
         **(run.evaluator.gauges() if run.evaluator is not None else {}),
+        **observe_data.gauges(run),
         **run.pool.gauges(),
     }
 

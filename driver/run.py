@@ -21,6 +21,7 @@ import orjson
 from driver.archive import Archive
 from driver.bias_watch import BiasWatch
 from driver.core import Core
+from driver.curriculum import Curriculum
 from driver.dispatch import Dispatch
 from driver.distributed import Courier, DistributedTransport
 from driver.engine_watch import EngineWatch
@@ -163,6 +164,8 @@ class Run:
         self.state = "starting"
         self.failure: str | None = None
         self.history = History(self)
+        self.dispatch.judge.pause = self.pause
+        self.curriculum = Curriculum(self, config.curriculum) if config.curriculum is not None else None
         self._stop = asyncio.Event()
         self._store_gone = False
 
@@ -195,6 +198,7 @@ class Run:
             await self._wind_down()
             return
         rollout = self.config.rollout
+        self.dispatch.judge.recall()
         training = asyncio.create_task(self.training.run(), name="training")
         others = [
             asyncio.create_task(coroutine, name=name)
@@ -210,6 +214,7 @@ class Run:
                 *([("routing", self.routing.run())] if self.routing is not None else []),
                 *([("prefix log", self.prefixes.run())] if rollout.prefix_log_every_s is not None else []),
                 *([("snapshot", self.snapshot.run())] if self.snapshot.every_s is not None else []),
+                *([("curriculum", self.curriculum.run())] if self.curriculum is not None else []),
             )
         ]
         stop = asyncio.create_task(self._stop.wait(), name="stop")

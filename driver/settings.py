@@ -14,6 +14,8 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from driver.mix import check_sum
+from driver.settings_data import CurriculumConfig, DataConfig, FilterConfig
 from driver.settings_evaluation import EvaluationConfig
 from driver.settings_roles import NAME as ROLE_NAME
 from driver.settings_roles import RoleConfig, check_names
@@ -383,7 +385,29 @@ class RunConfig(_Section):
     evaluation: EvaluationConfig | None = Field(None, description="a held-out set, scored at chosen versions; null: none")
     stop_deadline_s: float = Field(60.0, gt=0, description="SIGTERM waits this long for the step in flight and a last checkpoint")
     shuffle: bool = Field(True, description="dataset rows in a seeded order, another one each epoch; false: as they came")
-    data: Path | None = Field(None, description="a dataset file submitted, and closed, at start")
+    data: list[DataConfig] = Field([], description="a file, or a list of {path, name, weight, priority, epochs, mapping}")
+    filter: FilterConfig = FilterConfig()
+    curriculum: CurriculumConfig | None = Field(None, description="who sets the datasets' weights; null: only you do")
+
+    @field_validator("data", mode="before")
+    @classmethod
+    def _one_file(cls, value: object) -> object:
+        """One file may be written as it is, and one dataset without a list."""
+        if value is None:
+            return []
+        if isinstance(value, str | Path):
+            return [{"path": value}]
+        return [value] if isinstance(value, dict) else value
+
+    @field_validator("data")
+    @classmethod
+    def _told_apart(cls, value: list[DataConfig]) -> list[DataConfig]:
+        names = [data.called for data in value]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise ValueError(f"two datasets are called {twice!r}: give them a `name` each")
+        if value:
+            check_sum(data.weight for data in value)
+        return value
 
     @property
     def directory(self) -> Path:

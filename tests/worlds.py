@@ -109,6 +109,7 @@ class World:
         self.life = 0  # of the trainer
         self.pushing = False
         self.hold: Hold | None = None
+        self.walked = 0  # rows of the input
         self.changed = True  # since the last look for a batch
         self.timer: float | None = None
         self.meter = Meter(self.window_versions)
@@ -174,7 +175,7 @@ class World:
 
     @property
     def _exhausted(self) -> bool:
-        return self.rows is not None and self.ledger.cursor[2] >= self.rows
+        return self.rows is not None and self.walked >= self.rows
 
     def apply(self, event: Any) -> None:
         self.ledger.apply(event)
@@ -209,15 +210,16 @@ class World:
             SampleRegistered(
                 uid=uid,
                 segment=0,
-                row_index=ledger.cursor[2],
+                row_index=self.walked,
                 pass_index=0,
-                position=ledger.cursor[2],
+                position=self.walked,
                 version_tag=ledger.serving_version,
                 deadline_batch=deadline,
                 n=self.preset.n,
                 time=self.now,
             )
         )
+        self.walked += 1
         self.queue.extend((ledger.samples[uid], index) for index in range(self.preset.n))
         return True
 

@@ -6,10 +6,11 @@ import copy
 
 from driver.events import Leaf, SampleRegistered, TrajectoryReady
 from driver.ledger import FINISHED, Ledger, traj_uid_of
+from driver.mix import Walk
 
 
 def register(ledger: Ledger, *, tag: int = 0, bound: int = 2, n: int = 2) -> SampleRegistered:
-    position = ledger.cursor[2]
+    position = ledger.cursor.get("", Walk()).position
     return SampleRegistered(
         uid=ledger.next_uid,
         segment=0,
