@@ -17,13 +17,14 @@ FAULTS = [
     {"fault": "truncate", "after": 35, "times": 2, "chunks": 1} | GENERATE,
     {"fault": "log_prob_missing", "after": 45, "times": 2, "chunks": 1} | GENERATE,
     {"fault": "hang", "after": 55, "times": 2, "chunks": 1} | GENERATE,
+    {"fault": "hang", "after": 65} | GENERATE,
     {"fault": "status", "call": "/update_weights_from_tensor", "after": 1},
     {"fault": "reset", "call": "/continue_generation", "after": 2, "done": True},
 ]
 
 
 @pytest.mark.slow
-def test_E13_E14_W4_a_run_over_an_engine_with_a_fault_script_loses_no_trajectory(tmp_path):
+def test_E13_E14_H4_W4_a_run_over_an_engine_with_a_fault_script_loses_no_trajectory(tmp_path):
     rows = [{"prompt": f"sort {n} =", "answer": str(n)} for n in range(100, 140)]
     script = tmp_path / "faults.json"
     script.write_text(json.dumps(FAULTS))

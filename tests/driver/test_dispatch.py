@@ -11,6 +11,7 @@ import pytest
 
 from driver.config import load_config
 from driver.core import Core
+from driver.datasets import DataRow
 from driver.dispatch import Dispatch
 from driver.feed import Feed
 from driver.ledger import Ledger
@@ -23,6 +24,7 @@ from rollout.answer import EngineError, Generation, Prefix, refusal
 from rollout.pool import EnginePool
 from rollout.tokens import TokenizerView
 from rollout.version import Version
+from rollout.workflow import Task, WorkflowFailed
 from store import EmbeddedStore
 from tests.driver.conftest import ready, register
 
@@ -344,3 +346,27 @@ async def test_in_deterministic_mode_a_retry_keeps_its_seed(parts):
     seeds = {dispatch.turns._sampling(trajectory, 0, 5)["sampling_seed"] for _ in range(2)}
     other = dispatch.turns._sampling(trajectory, 1, 5)["sampling_seed"]
     assert len(seeds) == 1 and other not in seeds and 0 <= other < 2**63
+
+
+async def test_W5_a_workflow_whose_environment_breaks_in_turn_3_is_tried_again_from_its_prompt_and_then_given_up_with_its_reason(parts):
+    dispatch, trajectory, engines = parts
+    asked: list[list[int]] = []
+
+    async def three_turns(task: Task, generate: Any) -> Any:
+        ids = list(task.prompt_ids)
+        for turn in range(3):
+            asked.append(ids)
+            if turn == 2:
+                raise WorkflowFailed("the sandbox is gone")
+            ids = [*ids, *(await generate(ids)).output_ids]
+
+    dispatch._workflow = three_turns
+    engine = ScriptedEngine(*[answer(9, EOS)] * 4)
+    engines(engine)
+    sample = dispatch._core.ledger.samples[0]
+    dispatch._rows[sample.uid] = DataRow(0, "sort 12 =", None, "12", "sort", {})
+    with pytest.raises(GivenUp, match="data: workflow: the sandbox is gone"):
+        await dispatch._to_ready(sample, trajectory, lambda: None)
+    assert [len(ids) - len(asked[0]) for ids in asked] == [0, 2, 4] * 2, "the second try began at the prompt"
+    assert trajectory.data_attempts == 1 and trajectory.state == "running" and not trajectory.leaves, "nothing of it is a row"
+    assert len({rid for _, _, rid in engine.asked}) == 4, "request ids are unique"
