@@ -21,7 +21,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from driver import commands_datasets, commands_evaluation, commands_runs, selfcheck
+from driver import commands_bias, commands_datasets, commands_evaluation, commands_runs, selfcheck
 from driver.commands_ledger import ledger_app
 from driver.commands_roles import add_role_commands
 from driver.config import ConfigError, load_config
@@ -36,7 +36,13 @@ app.add_typer(config_app, name="config")
 selfcheck_app = typer.Typer(no_args_is_help=True, help="Does what is yours keep its contract?")
 app.add_typer(selfcheck_app, name="selfcheck")
 app.add_typer(ledger_app, name="ledger")
-for command in (commands_runs.runs, commands_runs.begin, commands_evaluation.evaluations, commands_evaluation.evaluate):
+for command in (
+    commands_runs.runs,
+    commands_runs.begin,
+    commands_bias.bias,
+    commands_evaluation.evaluations,
+    commands_evaluation.evaluate,
+):
     app.command()(command)
 for of_datasets in (commands_datasets.datasets, commands_datasets.append, commands_datasets.close, commands_datasets.mix):
     app.command()(of_datasets)
@@ -204,12 +210,14 @@ def status(
         table.add_row(key, str(facts[key]))
     if facts["watermark"] is not None:
         table.add_row("watermark", f"{facts['watermark']} ({facts['watermark_binding']} binds)")
-    table.add_row("staleness", f"max {facts['staleness_max']}, bound {facts['staleness_bound']}")
+    table.add_row("staleness", f"max {facts['staleness_max']}, bound {facts['staleness_bound']}, preset {facts['staleness_preset']}")
     table.add_row("trajectories", ", ".join(f"{k} {v}" for k, v in facts["trajectories"].items() if isinstance(v, int)))
     for reason, count in facts["trajectories"]["reasons"].items():
         table.add_row("discarded", f"{count} × {reason}")
     if facts["trajectories"]["last_discard"]:
         table.add_row("last discard", facts["trajectories"]["last_discard"]["reason"])
+    if facts["found_at_start"]:
+        table.add_row("found at start", ", ".join(f"{name} {count}" for name, count in facts["found_at_start"].items() if count))
     for alarm in facts["alarms"]:
         table.add_row("[red]alarm[/red]", alarm)
     for side, wait in facts["why"].items():

@@ -87,7 +87,7 @@ def _check_files(config: RunConfig, base: Path) -> RunConfig:
             function = _own_function(scorer.function, base, f"reward.scorers.{task_type}.function")
             scorer = scorer.model_copy(update={"function": function})
         scorers[task_type] = scorer
-    _check_store(config, model_path)
+    check_store(config, model_path)
     rollout = config.rollout
     if rollout.engine == "sglang":
         try:
@@ -177,7 +177,7 @@ def _check_name(file: Path, name: str, where: str) -> None:
         raise ConfigError(f"{where}: {file} has no {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
 
 
-def _check_store(config: RunConfig, model_path: Path) -> None:
+def check_store(config: RunConfig, model_path: Path) -> None:
     """The worst case must fit (B2): every row there can be between two checkpoints at full length, and three copies of the weights."""
     batches = config.checkpoint.every + config.staleness.bound + 1
     rows_bytes = config.batch.samples * config.sample_bytes * batches

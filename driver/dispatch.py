@@ -56,9 +56,11 @@ class Dispatch:
         watermark: Watermark,
         *,
         on_discarded: Callable[[Sample, Trajectory], None],
+        on_cut: Callable[[str, int], None] = lambda traj_uid, tokens: None,
         routing: Routing | None = None,
         prefixes: PrefixLog | None = None,
     ) -> None:
+        self._on_cut = on_cut
         self._routing = routing
         self._core = core
         self._pool = pool
@@ -77,6 +79,7 @@ class Dispatch:
         self.kv_room: KvRoom | None = None  # what the decision took for kv_slots
         self.generating = 0
         self.tokens_sampled = 0
+        self.cut_tokens = 0  # sampled for trajectories that the staleness preset discarded
         self._weights_bytes = weights_bytes(core.config.model.path, core.config.trainer.dtype)
         self._store_seen_at = time.monotonic()
         self._store_stats = core.store.stats()
@@ -109,6 +112,21 @@ class Dispatch:
     def enqueue(self, sample: Sample) -> None:
         """What is running of this sample and has no task: after a restart, or because its rows were lost."""
         self._queue.extend((sample, t) for t in sample.in_state(RUNNING) if t.traj_uid not in self._tasks)
+
+    def cut(self, sample: Sample, reason: str) -> None:
+        """Discard what is running of a sample: its requests are aborted and their slots free, its rows go, and its siblings are settled."""
+        loop = asyncio.get_running_loop()
+        for trajectory in sample.in_state(RUNNING):
+            tokens = self.turns.progress.get(trajectory.traj_uid, 0)
+            self.cut_tokens += tokens
+            self._on_cut(trajectory.traj_uid, tokens)
+            self._core.apply(TrajectoryDiscarded(traj_uid=trajectory.traj_uid, reason=reason, time=time.time()))
+            self._on_discarded(sample, trajectory)
+            if (task := self._tasks.get(trajectory.traj_uid)) is not None:
+                # In the next turn of the loop: a task that is cancelled before its first step never comes to its `finally`. Its end closes
+                # the connection, which is how a request is aborted at an engine.
+                loop.call_soon(task.cancel)
+        self.settle(sample)
 
     def _room(self) -> int:
         """Requests the open engines would take now, less the tasks that are about to ask for one."""
@@ -153,7 +171,7 @@ class Dispatch:
             pass_index=place.pass_index,
             position=place.position,
             version_tag=ledger.serving_version,
-            deadline_batch=ledger.serving_version + config.staleness.bound,
+            deadline_batch=ledger.serving_version + core.limits.bound,
             n=config.rollout.n,
             time=time.time(),
             dataset_id=place.dataset_id,
@@ -202,14 +220,13 @@ class Dispatch:
                 return "all rows were sent"
             return "all rows were sent and the dataset is open: append rows or close it"
         live = sum(ledger.live_by_deadline.values())
-        wanted = None if config.stop.batches is None else config.stop.batches * config.batch.samples
-        if wanted is not None and ledger.samples_taken + live >= wanted:
+        if config.stop.batches is not None and live >= (config.stop.batches - ledger.next_batch) * core.limits.samples:
             return f"the last of {config.stop.batches} batches has all its samples"
-        deadline = ledger.serving_version + config.staleness.bound
+        bound = core.limits.bound
+        deadline = ledger.serving_version + bound
         if deadline < ledger.next_batch:
-            bound = config.staleness.bound
             return f"the engines serve version {ledger.serving_version}, too old for batch {ledger.next_batch} with bound {bound}"
-        room = admissible(ledger.live_by_deadline, deadline, ledger.next_batch, config.batch.samples)
+        room = admissible(ledger.live_by_deadline, deadline, ledger.next_batch, core.limits.samples)
         reserved_bytes = ledger.counts.by_state[RUNNING] * config.sample_bytes // config.rollout.n
         self.kv_room = kv_room(
             ((slot.load, slot.capacity) for slot in self._pool.slots.values() if slot.state == "open"),
@@ -230,7 +247,7 @@ class Dispatch:
             d = self.decision
             if d.binding == "staleness":
                 batches = f"batches {ledger.next_batch} to {deadline}"
-                return f"staleness bound {config.staleness.bound}: {live} live samples are all that {batches} can take"
+                return f"staleness bound {bound}: {live} live samples are all that {batches} can take"
             which = f": {self.kv_room.bound}" if d.binding == "kv" else ""
             return f"watermark {d.watermark} reached with {self.in_flight + self.queued} in flight; {d.binding} binds{which}"
         return None

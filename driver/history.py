@@ -59,7 +59,7 @@ class History:
             "response_tokens_mean": sum(leaf.response_tokens for t in scored for leaf in t.leaves) / len(scored),
             "staleness_mean": sum(ages) / len(ages),
             "staleness_max": max(ages),
-            "staleness_bound": self._run.config.staleness.bound,
+            "staleness_bound": self._run.core.limits.bound,
             "in_flight": self._run.dispatch.in_flight,
             "watermark": decision.watermark if decision else None,
             "watermark_binding": decision.binding if decision else None,

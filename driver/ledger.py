@@ -103,6 +103,11 @@ class Sample:
     def waiting(self) -> bool:
         return any(t.state == RUNNING for t in self.trajectories)
 
+    @property
+    def settled(self) -> bool:
+        """Live, and it can be taken into a batch: nothing of it runs, and something is ready."""
+        return self.batch_id is None and not self.evaluation and not self.waiting and any(t.state == READY for t in self.trajectories)
+
     def in_state(self, state: str) -> list[Trajectory]:
         return [t for t in self.trajectories if t.state == state]
 
@@ -160,6 +165,9 @@ class Ledger:
         self.checkpoint: str | None = None
         self.ended: str | None = None
         self.samples_taken = 0
+        self.just_over: list[Sample] = []  # by the last event: all of it has finished
+        self.settled_samples = 0
+        self.settlings = 0  # grows with each event that may make another batch possible
         self.restarts = 0
 
     # ---- reading -----------------------------------------------------------------------------------------------------
@@ -187,9 +195,15 @@ class Ledger:
 
     def apply(self, event: Event) -> list[Upsert]:
         """Change the state by one event; returns what must be written. IllegalEvent leaves everything as it was."""
+        self.just_over = []
+        touched = self._touched(event)
+        before = sum(sample.settled for sample in touched)
         discarded = self.last_discard
         writes: list[Upsert] = getattr(self, "_on_" + type(event).__name__)(event)
         assert self.counts.balanced(), f"A1 broken by {event}"
+        more = sum(sample.settled for sample in touched) - before
+        self.settled_samples += more
+        self.settlings += bool(more) or not isinstance(event, TrajectoryReady | SampleRegistered | TrajectoryRetried)
         if self.last_discard is not discarded:
             writes.append(self._meta("last_discard", self.last_discard))
         writes += [Upsert("counters", {"kind": kind, "name": name, "value": self._counter(kind, name)}) for kind, name in self._changed]
@@ -433,6 +447,20 @@ class Ledger:
         self.restarts += 1
         return [Upsert("restarts", {"number": self.restarts, "time": e.time, "found": msgspec.json.encode(e.found)})]
 
+    def _touched(self, event: Event) -> list[Sample]:
+        """The samples of which it changes a state."""
+        uids: tuple[int, ...] = ()
+        if isinstance(event, TrajectoryReady | TrajectoryDiscarded | RowsLost):
+            trajectory = self.trajectory(event.traj_uid)
+            uids = () if trajectory is None else (trajectory.uid,)
+        elif isinstance(event, SampleDiscarded):
+            uids = (event.uid,)
+        elif isinstance(event, BatchAssembled):
+            uids = event.uids
+        elif isinstance(event, BatchUnmade) and event.batch_id in self.batches:
+            uids = self.batches[event.batch_id].uids
+        return [self.samples[uid] for uid in uids if uid in self.samples]
+
     # ---- small parts -------------------------------------------------------------------------------------------------
 
     def _moved(self, dataset_id: str, pass_index: int, segment: int, position: int) -> Walk:
@@ -491,6 +519,7 @@ class Ledger:
         if sample.batch_id is None and not sample.evaluation:
             self._leave_live(sample)
         del self.samples[sample.uid]
+        self.just_over.append(sample)
         row = self._sample_row(sample)
         row.values["over"] = 1
         return [row]

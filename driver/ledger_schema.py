@@ -59,7 +59,10 @@ class LedgerError(RuntimeError):
     """The ledger can not be used; the text says why and what to do."""
 
 
-DAMAGED = "it is damaged: restore a copy of it, or move it away to start anew; `headrace ledger check` says what is wrong"
+DAMAGED = (
+    "it is damaged: restore a copy of it, or begin a new run_id with model.path at the newest checkpoint's hf folder; "
+    "`headrace ledger check` says what is wrong"
+)
 _REMEDIES = {
     sqlite3.SQLITE_FULL: "free space on its disk, then start again",
     sqlite3.SQLITE_READONLY: "make the file, its directory and their disk writable, then start again",

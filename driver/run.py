@@ -19,6 +19,7 @@ from pathlib import Path
 import orjson
 
 from driver.archive import Archive
+from driver.bias_watch import BiasWatch
 from driver.core import Core
 from driver.curriculum import Curriculum
 from driver.dispatch import Dispatch
@@ -29,6 +30,7 @@ from driver.events import Found, RunEnded, SampleDiscarded
 from driver.feed import Feed
 from driver.finished import Finished
 from driver.history import History
+from driver.holds import Holds
 from driver.launcher import StartFailed
 from driver.ledger import Upsert
 from driver.ledger_db import LedgerDB, LedgerError
@@ -95,6 +97,7 @@ class Run:
         self.scoring = Scoring(self.core, wait_s=config.reward.batch_wait_s, deadline_s=config.reward.deadline_s)
         watermark = Watermark(config.batch.samples * config.rollout.n)
         self.watermark = watermark
+        self.bias = BiasWatch(self.core)
         rollout = config.rollout
         self.routing: Routing | None = None
         if rollout.router_url is not None:
@@ -117,9 +120,11 @@ class Run:
             self.tokenizer,
             watermark,
             on_discarded=self.finished.discarded,
+            on_cut=self.bias.cut,
             routing=self.routing,
             prefixes=self.prefixes,
         )
+        self.holds = Holds(self.core, cut=self.dispatch.cut, moving=lambda: any(slot.state == "open" for slot in self.pool.slots.values()))
         self.evaluator_pool = EnginePool() if config.evaluation is not None and config.evaluation.engines else self.pool
         self.evaluator: Evaluator | None = None
         if config.evaluation is not None:
@@ -151,6 +156,7 @@ class Run:
             archive=self.finished.committed,
             on_running_again=self.dispatch.enqueue,
             replace=lambda reason: self.processes.replace("trainer-0", reason),
+            holds=self.holds,
         )
         self.model_facts = orjson.loads((config.model.path / "config.json").read_bytes())
         self.processes = Processes(self)
@@ -292,6 +298,7 @@ class Run:
         try:
             if core.ledger.ended is None:
                 self.dispatch.turns.count_resampled(unlogged)
+            self.bias.look()
             await core.db.durable()
         except LedgerError as error:
             self.failure = self.failure or str(error)
@@ -387,6 +394,7 @@ class Run:
                 raise LedgerError(self.core.db.failure)
             self.history.measure_busy()
             self.scoring.look()
+            self.bias.look()
             if self.finished.archive.due:
                 await asyncio.to_thread(self.finished.archive.flush)
 

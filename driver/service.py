@@ -28,7 +28,9 @@ from driver.feed import FeedError
 from driver.ledger_db import LedgerError
 from driver.run import Run
 from driver.runs import Runs
+from driver.service_bias import add_routes as add_bias_routes
 from driver.service_evaluation import add_evaluation_routes
+from driver.service_limits import add_routes as add_limit_routes
 from driver.service_roles import add_role_routes
 from driver.service_runs import add_routes as add_run_routes
 from driver.settings import SECRETS
@@ -257,6 +259,8 @@ def create_app(fleet: Runs, *, token: str | None, loopback: bool, shutdown: Call
         return PlainTextResponse("\n".join(text.splitlines()[-lines:]) + "\n")
 
     service_datasets.add_routes(app, run_of)
+    add_bias_routes(app, RunDep)
+    add_limit_routes(app, RunDep)
     return app
 
 

@@ -131,7 +131,39 @@ class BatchConfig(_Section):
 
 
 class StalenessConfig(_Section):
+    """The bound, and who gives way when a straggler holds a batch. Keys of another preset are refused: they would have no effect."""
+
     bound: int = Field(2, ge=0, description="S: no trained sample is more than this many batches old; 0 is synchronous")
+    preset: Literal["strict", "deadline", "partial"] = Field(
+        "strict",
+        description="strict: a held batch waits, nothing is discarded for age or length; deadline: it waits hold_s, then the stragglers "
+        "are discarded; partial: a sample is trained with partial_k of its n. Both lose long answers: watch `headrace bias`",
+    )
+    alarm_s: float = Field(600.0, gt=0, description="a batch held this long raises an alarm, in every preset; nothing is discarded by it")
+    hold_s: float | None = Field(
+        None,
+        gt=0,
+        description="deadline only: a batch is held this long, then its stragglers go; too short costs the long answers; null: 60",
+    )
+    partial_k: int | None = Field(
+        None,
+        ge=2,
+        description="partial only: ready trajectories with which a sample may be trained; few lose more work; null: rollout.n - 1",
+    )
+    partial_after_s: float | None = Field(
+        None, ge=0, description="partial only: only when so many have been ready for this long; 0 loses the most work; null: 0"
+    )
+    bias_window_versions: int = Field(10, ge=1, description="shares sampled and trained are compared over so many versions at a time")
+    bias_tolerance: float = Field(
+        0.02, gt=0, lt=1, description="an alarm when a share trained is this far from the share sampled, and chance does not explain it"
+    )
+
+    @model_validator(mode="after")
+    def _keys_of_the_preset(self) -> StalenessConfig:
+        for key, preset in (("hold_s", "deadline"), ("partial_k", "partial"), ("partial_after_s", "partial")):
+            if getattr(self, key) is not None and self.preset != preset:
+                raise ValueError(f"{key} is a key of preset {preset}, and preset is {self.preset}: remove it, or set preset: {preset}")
+        return self
 
 
 class ScorerConfig(_Section):
@@ -406,6 +438,11 @@ class RunConfig(_Section):
         return self.push.logprob_tolerance or (0.1 if self.trainer.dtype == "bfloat16" else 1e-3)
 
     @property
+    def partial_k(self) -> int:
+        """Of preset partial: with how many ready trajectories a sample may be trained."""
+        return self.rollout.n - 1 if self.staleness.partial_k is None else self.staleness.partial_k
+
+    @property
     def row_tokens(self) -> int:
         """The longest row there can be."""
         return self.rollout.context_length
@@ -427,6 +464,11 @@ class RunConfig(_Section):
             raise ValueError("rollout.engines is 0 and there is no other engine: give rollout.engine_urls, or service.engine_hosts")
         if self.rollout.min_group > self.rollout.n:
             raise ValueError(f"rollout.min_group ({self.rollout.min_group}) exceeds rollout.n ({self.rollout.n}): lower it to that")
+        if self.staleness.preset == "partial" and not self.rollout.min_group <= self.partial_k < self.rollout.n:
+            raise ValueError(
+                f"staleness.preset partial would train {self.partial_k} of rollout.n ({self.rollout.n}) trajectories: staleness.partial_k "
+                f"must be below n and at least rollout.min_group ({self.rollout.min_group}); or take preset strict or deadline"
+            )
         if self.rollout.n == 1 and self.trainer.critic is None:
             raise ValueError(
                 "rollout.n is 1: alone in its group, every trajectory has advantage 0 and nothing is trained; raise it, or set "

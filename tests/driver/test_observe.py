@@ -13,7 +13,8 @@ def test_H7_batches_that_train_nothing_raise_an_alarm_that_names_the_cause():
 
     def run(batches: int, **other: object) -> SimpleNamespace:
         history = SimpleNamespace(recent=deque([{"skipped": None}, *[batch] * batches]))
-        parts = {"prefixes": well, "snapshot": well, "evaluator": None, "core": SimpleNamespace(alarms={}), "history": history}
+        others = {"holds": SimpleNamespace(alarms=list), "bias": SimpleNamespace(alarms=[])}
+        parts = others | {"prefixes": well, "snapshot": well, "evaluator": None, "core": SimpleNamespace(alarms={}), "history": history}
         return SimpleNamespace(**(parts | other))
 
     assert alarms(run(4)) == []
