@@ -24,6 +24,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from driver import selfcheck
+from driver.commands_whatif import add_whatif_commands, say_whatif
 from driver.config import ConfigError, load_config
 from driver.doctor import examine
 from driver.keys import keys, section_at
@@ -322,13 +323,6 @@ def ps(url: Url = None, run: RunName = None) -> None:
 
 
 @app.command()
-def why(url: Url = None, run: RunName = None) -> None:
-    """The constraint that binds now, in a sentence."""
-    service = Service(url)
-    out.print(service.call("GET", f"/v1/runs/{service.run(run)}/why")["sentence"], highlight=False)
-
-
-@app.command()
 def logs(
     role: Annotated[str, typer.Argument(help="driver, engine-0, trainer-0, reward-0 …")] = "driver",
     url: Url = None,
@@ -394,6 +388,7 @@ def config_check(config: Path, overrides: Sets = None) -> None:
     for section, names in SECRETS.items():
         dumped[section] |= {name: "(set)" for name in names if dumped[section][name]}
     out.print(yaml.safe_dump(dumped, sort_keys=False), highlight=False, end="")
+    say_whatif(checked, err)
 
 
 @app.command()
@@ -425,6 +420,9 @@ def selfcheck_loss(
     except ConfigError as error:
         fail(str(error), 2)
     raise typer.Exit(subprocess.run(argv).returncode)
+
+
+add_whatif_commands(app, Service, out, fail)
 
 
 def main() -> None:

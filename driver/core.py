@@ -17,16 +17,25 @@ from driver.events import Event
 from driver.feed import Feed
 from driver.ledger import Ledger
 from driver.ledger_db import LedgerDB
+from driver.lost_time import LostTime
+from driver.measured import Measured
 from driver.settings import RunConfig
 from store import Store
 
 
 @dataclass(frozen=True)
 class Wait:
-    """Why a side waits: a sentence, and since when (monotonic seconds)."""
+    """Why a side waits: a sentence and what kind of reason it is; since when for this reason, and since when at all (monotonic seconds)."""
 
     reason: str
     since: float
+    kind: str = "other"
+    idle_since: float | None = None
+
+    @property
+    def began(self) -> float:
+        """When the side began to wait, whatever its reasons since."""
+        return self.since if self.idle_since is None else self.idle_since
 
 
 @dataclass
@@ -78,6 +87,8 @@ class Core:
     store: Store
     bells: list[Bell] = field(default_factory=list)
     waits: dict[str, Wait] = field(default_factory=dict)
+    lost_time: LostTime = field(default_factory=LostTime)
+    measured: Measured = field(default_factory=Measured)
     paused: bool = False
     draining: str | None = None  # why no new sample is registered any more
     ending: str | None = None  # why the run ends after the batch in training
@@ -100,12 +111,18 @@ class Core:
         self.db.write(self.ledger.apply(event))
         self.ring()
 
-    def waiting(self, side: str, reason: str | None) -> None:
+    def waiting(self, side: str, reason: str | None, kind: str = "other") -> None:
         """Side `side` waits for this reason (kept with the time it began), or no longer."""
+        before = self.waits.get(side)
         if reason is None:
-            self.waits.pop(side, None)
-        elif side not in self.waits or self.waits[side].reason != reason:
-            self.waits[side] = Wait(reason, time.monotonic())
+            if before is not None:
+                del self.waits[side]
+                self.lost_time.over(side, time.monotonic())
+        elif before is None or (before.reason, before.kind) != (reason, kind):
+            now = time.monotonic()
+            same = before is not None and before.kind == kind
+            self.waits[side] = Wait(reason, before.since if before and same else now, kind, before.began if before else now)
+            self.lost_time.waits(side, kind, reason, now)
 
     @property
     def run_id(self) -> str:

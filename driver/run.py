@@ -11,11 +11,13 @@ with an exception ends the run visibly, with its reason in `failure` (H8).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 
 import orjson
 
+from driver import whatif_facts
 from driver.archive import Archive
 from driver.core import Core
 from driver.dispatch import Dispatch
@@ -47,6 +49,7 @@ from store import EmbeddedStore, StoreStats
 from trainer.client import TrainerRefused
 
 log = logging.getLogger("headrace.run")
+KEEP_S = 60
 EXPECTED = (StartFailed, TrainerRefused, CheckpointMissing, LedgerError, PushImpossible)  # their text is for the user and says it all
 
 
@@ -79,7 +82,7 @@ class Run:
         )
         self.publisher = Publisher(self.core, self.pool, self.pusher)
         self.scoring = Scoring(self.core, wait_s=config.reward.batch_wait_s, deadline_s=config.reward.deadline_s)
-        watermark = Watermark(config.batch.samples * config.rollout.n)
+        watermark = Watermark(config.batch.samples * config.rollout.n, self.core.measured)
         self.watermark = watermark
         rollout = config.rollout
         self.routing: Routing | None = None
@@ -149,6 +152,7 @@ class Run:
             )
         ]
         stop = asyncio.create_task(self._stop.wait(), name="stop")
+        saying = asyncio.create_task(whatif_facts.say(self), name="what if")
         self.state = self._last_intent()
         try:
             await asyncio.wait([training, *others, stop], return_when=asyncio.FIRST_COMPLETED)
@@ -161,9 +165,9 @@ class Run:
                 await self._stop_training(training)
         finally:
             stop.cancel()
-            for task in [*others, training]:
+            for task in [*others, training, saying]:
                 task.cancel()
-            await asyncio.gather(*others, training, stop, return_exceptions=True)
+            await asyncio.gather(*others, training, saying, stop, return_exceptions=True)
             await self.training.abandon()
             await self._wind_down()
 
@@ -211,6 +215,8 @@ class Run:
                 self.finished.archive.flush()
             except OSError as error:
                 self.failure = self.failure or str(error)
+            with contextlib.suppress(OSError):  # it is missed by the model only
+                whatif_facts.keep(core.measured, self.config.directory)
             self.history.metrics.close()
             if core.ledger.ended is None:
                 kept = self.store.park(self.config.directory / "parked")
@@ -223,7 +229,8 @@ class Run:
             log.error("the run has stopped: %s", self.failure)
         else:
             self.state = "finished" if core.ledger.ended else "stopped"
-        core.waits.clear()
+        for side in list(core.waits):
+            core.waiting(side, None)
 
     def close(self) -> None:
         """Let go of the ledger."""
@@ -275,13 +282,17 @@ class Run:
     # ---- once a second ----
 
     async def _tick_loop(self) -> None:
-        """Once a second: busy shares, and the archive's age. Owned by `run`."""
+        """Once a second: busy shares, and the archive's age; once a minute what was measured is kept. Owned by `run`."""
+        seconds = 0
         while True:
             await asyncio.sleep(1.0)
             self.history.measure_busy()
             self.scoring.look()
             if self.finished.archive.due:
                 await asyncio.to_thread(self.finished.archive.flush)
+            if (seconds := seconds + 1) % KEEP_S == 0:
+                with contextlib.suppress(OSError):
+                    whatif_facts.keep(self.core.measured, self.config.directory)
 
 
 def canary_ids(tokenizer: TokenizerView, context_length: int) -> list[int]:

@@ -25,7 +25,7 @@ from prometheus_client.core import GaugeMetricFamily
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
-from driver import observe
+from driver import observe, service_whatif, service_why
 from driver.config import ConfigError, parse_config
 from driver.datasets import DatasetError, read_rows, resolve_under, scorable
 from driver.feed import FeedError
@@ -269,6 +269,9 @@ def create_app(runs: dict[str, Run], *, token: str | None, loopback: bool, shutd
             raise HTTPException(404, f"there is no log {role!r}; logs here: {', '.join(known) or 'none'}")
         text = await asyncio.to_thread((run.log_directory / f"{role}.log").read_text, "utf-8", "replace")
         return PlainTextResponse("\n".join(text.splitlines()[-lines:]) + "\n")
+
+    service_why.add_routes(app, runs, run_of)
+    service_whatif.add_routes(app, runs, run_of)
 
     # ---- datasets ------------------------------------------------------------------------------------------------------
 

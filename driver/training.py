@@ -72,6 +72,7 @@ class Training:
         self._recording: asyncio.Task[None] | None = None
         self.busy = Busy()
         self.replayed = 0
+        self.blocking_uid: int | None = None  # the sample that the trainer waits for, while it waits
 
     # ---- the trainer comes and goes ------------------------------------------------------------------------------------
 
@@ -85,7 +86,7 @@ class Training:
     def detach(self, reason: str) -> None:
         """The process is gone."""
         self._client = None
-        self._core.waiting("trainer", f"the trainer is starting again: {reason.splitlines()[0]}")
+        self._core.waiting("trainer", f"the trainer is starting again: {reason.splitlines()[0]}", "starting")
 
     @property
     def ready(self) -> bool:
@@ -104,7 +105,7 @@ class Training:
                 await self._recorded()
             if self._client is None:
                 if "trainer" not in core.waits:
-                    core.waiting("trainer", "the trainer process is starting")
+                    core.waiting("trainer", "the trainer process is starting", "starting")
                 await self._bell.wait(5.0)
                 continue
             try:
@@ -128,7 +129,7 @@ class Training:
                 if isinstance(error.__cause__, httpx.ReadTimeout):
                     # A rank hangs while rank 0 still answers for its health: no heartbeat would find it.
                     await self._replace(f"no answer: {error}")
-                core.waiting("trainer", f"the trainer was lost ({error}); its group is being restarted")
+                core.waiting("trainer", f"the trainer was lost ({error}); its group is being restarted", "lost")
                 self._lost.set()
                 await self._bell.wait(0.2)
                 continue
@@ -176,7 +177,8 @@ class Training:
         candidates = (Candidate(s.uid, s.deadline_batch, not s.waiting) for s in samples)
         choice = choose(candidates, batch_id, core.config.batch.samples, short_allowed=last)
         if choice.uids is None:
-            core.waiting("trainer", choice.reason)
+            self.blocking_uid = choice.blocking_uid
+            core.waiting("trainer", choice.reason, choice.kind)
             return None
         core.waiting("trainer", None)
         chosen = [ledger.samples[uid] for uid in choice.uids]
@@ -229,6 +231,7 @@ class Training:
         rate = trainer.learning_rate_at(batch_id, core.config.stop.batches)
         critic_rate = trainer.critic.learning_rate * rate / trainer.learning_rate if trainer.critic is not None else 0.0
         core.waiting("trainer", None)
+        began = time.monotonic()
         with self.busy.working():
             report = await self._trainer().train(
                 batch_id, core.ledger.epoch, rate, mini_batches, trainer.step_deadline_s, critic_lr=critic_rate
@@ -247,6 +250,7 @@ class Training:
             every = core.config.checkpoint.every
             if core.ledger.trained_version % every == 0:
                 await self._commit()
+        core.measured.training_s.observe(time.monotonic() - began)
 
     async def _snapshot(self) -> None:
         core = self._core
@@ -324,7 +328,7 @@ class Training:
     async def _bring_up(self) -> None:
         """Bring an empty trainer to the ledger's version: newest whole checkpoint, then the batches after it, in order."""
         core, ledger = self._core, self._core.ledger
-        core.waiting("trainer", "the trainer loads its weights")
+        core.waiting("trainer", "the trainer loads its weights", "loading")
         incarnation = self._incarnation = (await self._trainer().health()).incarnation
         checkpoint = newest(self.checkpoint_directory)
         held = checkpoint.trained_version if checkpoint is not None else 0

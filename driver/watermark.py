@@ -11,7 +11,10 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from driver.measured import Measured
 from rollout.load import Load
+
+AHEAD = 0.25  # of what engines run at once, so much more is sent: it waits there, and a slot that is free has its next request at once
 
 
 @dataclass(frozen=True)
@@ -70,51 +73,71 @@ def _at_once(load: Load | None, max_open: int, max_running: int, mean_tokens: fl
 
 
 @dataclass
-class Rate:
-    """Exponentially weighted mean of a duration or size; None until the first observation."""
-
-    weight: float = 0.2
-    value: float | None = None
-
-    def observe(self, value: float) -> None:
-        self.value = value if self.value is None else self.value + self.weight * (value - self.value)
-
-
-@dataclass
 class Watermark:
-    """`batch_trajectories` = P * n. Rates are learned from what happens; until then demand does not bind."""
+    """`batch_trajectories` = P * n. Until the run has measured its own times, demand does not bind."""
 
     batch_trajectories: int
-    batch_period_s: Rate = field(default_factory=Rate)
-    in_flight_s: Rate = field(default_factory=lambda: Rate(weight=0.02))
+    measured: Measured = field(default_factory=Measured)
 
-    def observe_batch(self, period_s: float) -> None:
-        """Time from the start of one training step to the start of the next that the trainer could have made."""
-        self.batch_period_s.observe(period_s)
+    def demand(self) -> tuple[float, str] | None:
+        """(trajectories a second that are wanted, by which stage): the slowest of those behind the engines. None: not known yet."""
+        training_s = self.measured.training_s.value
+        if training_s is None:
+            return None
+        trainer = (self.batch_trajectories / max(1e-6, training_s), "the trainer")
+        if self.measured.reward.per_s is None:
+            return trainer
+        scored = (self.measured.reward.per_s / self.measured.leaves.or_else(1.0), "the reward service")
+        return min(trainer, scored)
 
-    def observe_trajectory(self, in_flight_s: float) -> None:
-        """From dispatch to ready."""
-        self.in_flight_s.observe(in_flight_s)
+    def wanted(self) -> str:
+        """What a demand that binds is made of, in words."""
+        demand, working_s = self.demand(), self.working_s
+        if demand is None or working_s is None:
+            return "no batch was trained yet"
+        per_s, stage = demand
+        return f"{stage} takes {per_s:.3g} trajectories a second, each in work for {working_s:.3g} s, and two batches may lie ready"
+
+    @property
+    def working_s(self) -> float | None:
+        """How long a trajectory is in flight when it waits for nobody: on engines, with its tools, at its scorer."""
+        measured = self.measured
+        if measured.engine_s.value is None:
+            return None
+        return measured.engine_s.value + measured.aside_s.or_else(0.0) + measured.scorer_s.or_else(0.0)
 
     def decide(
-        self, *, kv_slots: int, in_flight: int, ready: int, admissible_samples: int, n: int, store_free_bytes: int, sample_bytes: int
+        self,
+        *,
+        kv_slots: int,
+        in_flight: int,
+        aside: int,
+        ready: int,
+        admissible_samples: int,
+        n: int,
+        store_free_bytes: int,
+        sample_bytes: int,
     ) -> Decision:
         """The target now.
 
-        kv_cap: what the engines can decode at once (`kv_room`), and a little queue so that none idles.
+        kv_cap: what the engines can decode at once (`kv_room`), a little queue so that none idles, and those in flight that want no slot
+        now (`aside`: with a tool, or at the scorer): in flight is not decoding.
         staleness_cap: what is in flight plus what A4 still lets in.
-        demand_cap: Little's law, rate the trainer eats at times the time in flight, plus two batches less what lies ready: ready
-        piling up lowers it, a waiting trainer (ready = 0) raises it.
+        demand_cap: Little's law: what the slowest stage behind the engines ends a second, times what a trajectory takes when it waits for
+        nobody, plus two batches less what lies `ready` (trajectories of whole samples). Ready piling up lowers it, a waiting trainer
+        raises it. Made of working times alone, so it stands still while engines, scorers or the trainer fail; and what queues before a
+        slow scorer is in flight, so the queue is no longer than those two batches.
         store_cap: what is in flight plus what the store has room for at worst-case size.
         """
-        kv_cap = max(n, kv_slots + math.ceil(kv_slots * 0.25))  # a sample is the least there can be
+        kv_cap = max(n, kv_slots + math.ceil(kv_slots * AHEAD)) + aside  # a sample is the least there can be
         staleness_cap = in_flight + admissible_samples * n
         store_cap = in_flight + (store_free_bytes // max(1, sample_bytes)) * n
-        if self.batch_period_s.value is None or self.in_flight_s.value is None:
+        demand, working_s = self.demand(), self.working_s
+        if demand is None or working_s is None:
             demand_cap = max(kv_cap, 2 * self.batch_trajectories)
         else:
-            per_s = self.batch_trajectories / max(1e-6, self.batch_period_s.value)
-            demand_cap = math.ceil(per_s * self.in_flight_s.value) + max(n, 2 * self.batch_trajectories - ready)
+            per_s, _ = demand
+            demand_cap = math.ceil(per_s * working_s) + max(n, 2 * self.batch_trajectories - ready)
         caps = Caps(kv_cap, staleness_cap, demand_cap, store_cap)
         named = {"kv": kv_cap, "staleness": staleness_cap, "demand": demand_cap, "store": store_cap}
         binding = min(named, key=lambda name: named[name])
