@@ -167,6 +167,13 @@ def answer(asked: Asked, found: Sequence[Reached], bound: int) -> dict[str, Any]
         "bound_trajectories_per_s": None if facts.training_s is None else facts.bound_per_s,
         "generation_per_s": None if facts.training_s is None else facts.slots / facts.mean_s,
         "training_per_s": None if facts.training_s is None else facts.batch_trajectories / facts.tau_s,
+        "seconds": {
+            "training": facts.training_s,
+            "publish": facts.publish_s,
+            "pause": facts.pause_s,
+            "score": facts.score_s,
+            "decode": None if facts.training_s is None else facts.mean_s,
+        },
         "reached": [vars(reached) for reached in found],
     }
 

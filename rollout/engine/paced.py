@@ -6,7 +6,10 @@ the rate is what was asked for; an answer ends by its length alone. Requests, st
 There is no loop thread. Steps run in the server's event loop, each after the chunks of the one before are written, so an engine that is
 behind is slower and its chunks stay as long as they were: what a client has to do does not depend on the load.
 
-What would need numbers is refused, in words: weights, checksums, log-probs of a prompt. A push of a run fails at its first bucket.
+What would need numbers is refused, in words: weights, checksums, log-probs of a prompt. A push of a run fails at its first bucket. With
+`--paced-pushes` it passes, for benchmarks of a whole run: weights are copied and compared as by any engine, nothing computes with them,
+and the log-probs of a prompt are a constant that the benchmark's trainer knows. With `--paced-lengths` answers have the lengths of a trace,
+drawn anew for each request: one that goes on elsewhere after a failure draws again.
 """
 
 from __future__ import annotations
@@ -15,13 +18,17 @@ import asyncio
 import logging
 import random
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from dataclasses import replace
+from itertools import chain, repeat
+from pathlib import Path
 from typing import Any, TypeVar
 
 from rollout.engine.control import Control
 from rollout.engine.request import LogProb, Request, finish_aborted_running, finish_failed, finish_length
 from rollout.engine.scheduler import Scheduler
+from rollout.engine.settings import PACED_LOG_PROB
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +55,7 @@ class PacedScheduler(Scheduler):
         tokens = made.choices(possible, k=TABLE_TOKENS)
         # Twice, so that a slice that starts inside never has to wrap around.
         self._tokens = tokens * 2
+        self._lengths = _drawn(settings.paced_lengths, settings.random_seed)
         self._pairs: list[LogProb] = [[-made.expovariate(1.0), token, None] for token in tokens] * 2
         self._work = asyncio.Event()
         self._published_s = 0.0
@@ -59,9 +67,17 @@ class PacedScheduler(Scheduler):
 
     def submit(self, request: Request) -> None:
         if request.wants_input_logprobs:
-            request.end(finish_failed(COMPUTES_NOTHING, 400))
+            if self.settings.paced_pushes:
+                known = request.input_ids[request.logprob_start_len :]
+                request.input_logprobs = [[PACED_LOG_PROB if at else None, token, None] for at, token in enumerate(known)]
+                request.end(finish_length(0))
+            else:
+                request.end(finish_failed(COMPUTES_NOTHING, 400))
             self._deliver([request])
             return
+        if self._lengths is not None:
+            most = min(next(self._lengths), request.sampling.max_new_tokens)
+            request.sampling = replace(request.sampling, max_new_tokens=most)
         self._accept(request)
         self._work.set()
 
@@ -144,6 +160,20 @@ class PacedScheduler(Scheduler):
         if request.aborting:
             return finish_aborted_running()
         return finish_length(most) if had + count >= most else None
+
+
+def _drawn(path: Path | None, seed: int) -> Iterator[int] | None:
+    """Lengths of answers for ever. ValueError, in words, for a file that has none."""
+    if path is None:
+        return None
+    try:
+        lengths = [int(line) for line in path.read_text().split()]
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--paced-lengths {path}: {error}; it holds one whole number a line") from None
+    if not lengths or min(lengths) < 1:
+        raise ValueError(f"--paced-lengths {path}: it needs at least one line, and each must be 1 or more")
+    made = random.Random(seed)
+    return chain.from_iterable(made.choices(lengths, k=1024) for _ in repeat(None))
 
 
 class PacedControl(Control):

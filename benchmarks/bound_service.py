@@ -1,0 +1,43 @@
+"""A real service whose trainer is the scripted one: `python -P -m benchmarks.bound_service CONFIG --tau S`. All else is the product's."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import driver.run
+from driver.config import load_config
+from driver.life import ProcessSpec
+from driver.processes import Processes
+from driver.up import main as up
+
+TAU_S = [0.0]
+
+
+class ScriptedProcesses(Processes):
+    """Starts `benchmarks.scripted_trainer` where the product starts `trainer.main`."""
+
+    def _trainer(self) -> ProcessSpec:
+        spec = super()._trainer()
+
+        def build(incarnation: int, port: int) -> list[str]:
+            argv = spec.build(incarnation, port)
+            return [part.replace("trainer.main", "benchmarks.scripted_trainer") for part in argv] + ["--tau", str(TAU_S[0])]
+
+        return replace(spec, build=build)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("config", type=Path)
+    parser.add_argument("--tau", type=float, required=True, help="seconds a batch")
+    options = parser.parse_args()
+    TAU_S[0] = options.tau
+    driver.run.Processes = ScriptedProcesses  # type: ignore[misc]
+    return up(load_config(options.config), exit_when_done=False, quiet=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
