@@ -1,9 +1,9 @@
 """The fraction of min(C / E[L], B / tau) that the service reaches under a hard bound S: measured over HTTP, and beside it the model's.
 
-A real driver process (`benchmarks.bound_service`) with two paced engines of C / 2 slots each, whose answers have the lengths of a trace at a
-constant rate of tokens, a real reward service, and a scripted trainer that takes tau seconds a batch; generation and training in balance.
-Pushes are whole transactions that carry the demo's weights. Each configuration's result is a JSON file under --results; one that is there is
-not measured again, so the full run may be stopped and goes on. Policies of others are run in the model (`benchmarks/policies.py`).
+A real driver process (`benchmarks.bound_service`) with two paced engines of C / 2 slots each, whose answers have the lengths of a trace at
+a constant rate of tokens, a real reward service, and a scripted trainer that takes tau seconds a batch; generation and training in balance.
+Pushes are whole transactions that carry the demo's weights. Each case's result is a JSON file under --results; one that is there is not
+measured again, so the full run may be stopped and goes on. Policies of others are run in the model (`benchmarks/policies.py`).
 
     python -m benchmarks.bound [--quick] [--json FILE] [--results DIR] [--only mild-S3 …] [--more]
 """
@@ -114,15 +114,16 @@ def configuration(case: Case, scale: Scale, directory: Path, store: Path) -> dic
     shutil.copytree(BASE, model)
     config = json.loads((model / "config.json").read_text()) | {"max_position_embeddings": 1024}
     (model / "config.json").write_text(json.dumps(config))
+    tokens = tokens_of(case.trace)
     lengths = directory / "lengths.txt"
-    lengths.write_text("\n".join(map(str, tokens_of(case.trace))))
+    lengths.write_text("\n".join(map(str, tokens)))
     (directory / "data.jsonl").write_text("".join(json.dumps({"prompt": f"{number} =", "answer": ""}) + "\n" for number in range(1000)))
     at_once = scale.slots // ENGINES
-    facts = facts_of(case.trace, scale)
-    pace = MEAN_TOKENS / scale.mean_s * sum(tokens_of(case.trace)) / len(tokens_of(case.trace)) / MEAN_TOKENS
+    pace = sum(tokens) / len(tokens) / scale.mean_s
     return {
         "run_id": f"bound-{case.name.lower()}",
         "run_dir": str(directory / "run"),
+        "seed": 1,
         "model": {"path": str(model)},
         "data": str(directory / "data.jsonl"),
         "rollout": {
@@ -143,7 +144,7 @@ def configuration(case: Case, scale: Scale, directory: Path, store: Path) -> dic
         "store": {"directory": str(store), "capacity_bytes": 4 << 30},
         "service": {"port": 0},
         "trainer": {"device": "cpu"},
-    } | {"seed": int(facts.slots)}
+    }
 
 
 class Service:

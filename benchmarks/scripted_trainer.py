@@ -2,8 +2,8 @@
 
     python -P -m benchmarks.scripted_trainer --spec FILE --tau 4.0
 
-Weights are those of the base checkpoint in every version, put into the store anew for each, so that pushes carry their bytes. Its account of
-what it trained is written and synced like the real one's. No torch.
+Weights are those of the base checkpoint in every version, put into the store anew for each, so that pushes carry their bytes. Its account
+of what it trained is written and synced like the real one's. No torch.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ def parse_flags(arguments: list[str]) -> Settings:
         "--paced-lengths",
         type=Path,
         metavar="FILE",
-        help="with --paced: answers end after so many tokens, drawn from these lines in the order of --random-seed (max_new_tokens at most)",
+        help="with --paced: answers end after so many tokens, drawn from these lines by --random-seed (max_new_tokens at most)",
     )
     parser.add_argument(
         "--paced-pushes",
