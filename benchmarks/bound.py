@@ -287,7 +287,7 @@ def show_policies(scale: Scale, traces: Sequence[str], console: Console) -> dict
             "sync": policies.sync(facts, batches),
             "one step off": policies.one_step_off(facts, batches),
             "group-held slots, S = 7": policies.group_slots(facts, 7, batches),
-            "windowed FIFO, maximum age 5": policies.windowed_fifo(facts, 5, batches),
+            "windowed FIFO of 5 batches": policies.windowed_fifo(facts, 5, batches),
             "dropping at S = 3": policies.dropping(facts, 3, batches),
             "partial (7 of 8), S = 3": policies.partial(facts, 3, batches),
             **{f"A4, S = {s}": policies.Outcome.of(simulate(facts, s, batches=batches)) for s in (1, 2, 3, 5, 7)},

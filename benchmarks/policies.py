@@ -3,7 +3,8 @@
     sync            generate a batch, train it, generate the next
     one_step_off    batch k+1 is generated, whole, while batch k trains
     group_slots     the n slots of a group are free again when its longest answer ends; bound S as in A4
-    windowed_fifo   batches take samples strictly in the order of registration, at most `age` old: a straggler holds all behind it
+    windowed_fifo   batches take samples strictly in the order of registration, and at most `window` batches of them are registered and
+                    not trained: a straggler holds all behind it
     dropping        batches take the oldest ready samples at once; what would be older than S is thrown away, running or ready
     partial         as A4, but a sample is taken with n - 1 of its n: the straggler's work is thrown away
 
@@ -72,8 +73,8 @@ def partial(facts: Facts, bound: int, batches: int, seed: int = 0) -> Outcome:
     return _Model(facts, bound, seed, enough=facts.n - 1).run(batches)
 
 
-def windowed_fifo(facts: Facts, age: int, batches: int, seed: int = 0) -> Outcome:
-    return _Model(facts, age, seed, in_order=True).run(batches)
+def windowed_fifo(facts: Facts, window: int, batches: int, seed: int = 0) -> Outcome:
+    return _Model(facts, window - 1, seed, in_order=True).run(batches)
 
 
 def dropping(facts: Facts, bound: int, batches: int, seed: int = 0) -> Outcome:

@@ -77,9 +77,7 @@ class Dispatch:
         self._weights_bytes = weights_bytes(core.config.model.path, core.config.trainer.dtype)
         self._store_seen_at = time.monotonic()
         self._store_stats = core.store.stats()
-        self._whole_seen_at = -1.0
-        self._whole_of_batch = -1
-        self._whole = 0
+        self._worked: dict[int, list[float]] = {}  # of live samples: what each of their trajectories took that lost no request
 
     # ---- the loop ------------------------------------------------------------------------------------------------------
 
@@ -205,7 +203,7 @@ class Dispatch:
             kv_slots=self.kv_room.slots,
             in_flight=self.in_flight + self.queued,
             aside=max(0, self.in_flight - self.turns.asking),
-            ready=self._ready_in_whole_samples(),
+            ready=ledger.counts.by_state[READY],
             admissible_samples=room,
             n=config.rollout.n,
             store_free_bytes=self._store_free_bytes(reserved_bytes),
@@ -220,15 +218,6 @@ class Dispatch:
             words = f"watermark {d.watermark} reached with {self.in_flight + self.queued} in flight; {d.binding} binds{which}"
             return FULL if d.binding == "kv" else d.binding, words
         return None
-
-    def _ready_in_whole_samples(self) -> int:
-        """What the trainer could take, or the dry-run hold. A sum over all live samples: taken at most five times a second, and anew
-        after each batch."""
-        now, ledger = time.monotonic(), self._core.ledger
-        if now - self._whole_seen_at > 0.2 or ledger.next_batch != self._whole_of_batch:
-            self._whole_seen_at, self._whole_of_batch = now, ledger.next_batch
-            self._whole = sum(len(sample.in_state(READY)) for sample in ledger.live() if not sample.waiting)
-        return self._whole
 
     def _store_free_bytes(self, reserved_bytes: int) -> int:
         """Room for rows of samples not yet registered (B2). The store is asked at most five times a second."""
@@ -300,7 +289,9 @@ class Dispatch:
         spent = self.turns.spent.get(trajectory.traj_uid)
         if spent is not None and not spent.lost:
             tokens = sum(len(turn.token_ids) for turn in tree.turns if turn.log_probs)
-            self._core.measured.trajectory(engine_s=spent.engine_s, aside_s=max(0.0, took_s - spent.asked_s), tokens=tokens)
+            aside_s = max(0.0, took_s - spent.asked_s)
+            self._core.measured.trajectory(engine_s=spent.engine_s, aside_s=aside_s, tokens=tokens)
+            self._worked.setdefault(trajectory.uid, []).append(spent.engine_s + aside_s)
 
     async def _run_workflow(self, row: DataRow, trajectory: Trajectory) -> Tree:
         try:
@@ -369,6 +360,9 @@ class Dispatch:
         if sample.waiting:
             return
         self._rows.pop(sample.uid, None)
+        worked = self._worked.pop(sample.uid, [])
+        if len(worked) == len(sample.trajectories):
+            self._core.measured.sample_s.observe(max(worked))
         self.turns.forget_sample(sample.uid)
         ready = sample.in_state("ready")
         if sample.batch_id is None and ready and len(ready) < self._core.config.rollout.min_group:

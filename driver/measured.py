@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 LENGTHS = 4096  # the newest are kept: what a policy writes grows and shrinks as it learns
 BY_TRAJECTORY = 1 / 512  # weight of one more trajectory: lengths scatter, and their mean should not
+BY_SAMPLE = 1 / 100
 BY_BATCH = 0.2
 PROBE = 1.1  # a stage without a backlog may be faster than it was seen to be: its rate is let go of by a tenth a second
 
@@ -65,6 +66,7 @@ class Measured:
 
     training_s: Rate = field(default_factory=Rate)  # of a batch, in all that the trainer does for it
     engine_s: Rate = field(default_factory=lambda: Rate(BY_TRAJECTORY))  # a trajectory's requests on their engines, gates open
+    sample_s: Rate = field(default_factory=lambda: Rate(BY_SAMPLE))  # the slowest trajectory of a sample: both of the above
     aside_s: Rate = field(default_factory=lambda: Rate(BY_TRAJECTORY))  # a trajectory's time between its requests: tools
     scorer_s: Rate = field(default_factory=lambda: Rate(BY_TRAJECTORY))  # what the scorer itself takes for a leaf
     score_s: Rate = field(default_factory=lambda: Rate(BY_TRAJECTORY))  # from asked to scored, with the wait for others

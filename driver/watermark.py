@@ -96,15 +96,13 @@ class Watermark:
         if demand is None or working_s is None:
             return "no batch was trained yet"
         per_s, stage = demand
-        return f"{stage} takes {per_s:.3g} trajectories a second, each in work for {working_s:.3g} s, and two batches may lie ready"
+        return f"{stage} takes {per_s:.3g} trajectories a second, a sample is in work for {working_s:.3g} s, and two batches may lie ready"
 
     @property
     def working_s(self) -> float | None:
-        """How long a trajectory is in flight when it waits for nobody: on engines, with its tools, at its scorer."""
-        measured = self.measured
-        if measured.engine_s.value is None:
-            return None
-        return measured.engine_s.value + measured.aside_s.or_else(0.0) + measured.scorer_s.or_else(0.0)
+        """How long a sample takes when it waits for nobody: its slowest trajectory's time on engines, with tools, and at the scorer."""
+        sample_s = self.measured.sample_s.value
+        return None if sample_s is None else sample_s + self.measured.scorer_s.or_else(0.0)
 
     def decide(
         self,
@@ -123,10 +121,11 @@ class Watermark:
         kv_cap: what the engines can decode at once (`kv_room`), a little queue so that none idles, and those in flight that want no slot
         now (`aside`: with a tool, or at the scorer): in flight is not decoding.
         staleness_cap: what is in flight plus what A4 still lets in.
-        demand_cap: Little's law: what the slowest stage behind the engines ends a second, times what a trajectory takes when it waits for
-        nobody, plus two batches less what lies `ready` (trajectories of whole samples). Ready piling up lowers it, a waiting trainer
-        raises it. Made of working times alone, so it stands still while engines, scorers or the trainer fail; and what queues before a
-        slow scorer is in flight, so the queue is no longer than those two batches.
+        demand_cap: Little's law: what the slowest stage behind the engines ends a second, times what a sample takes when it waits for
+        nobody, plus two batches, less what is `ready`. Ready piling up lowers it, a waiting trainer raises it. In flight and ready
+        together are what is live: a number that only registrations and batches change, so holding it makes no waves. It is made of
+        working times alone, so it stands still while engines, scorers or the trainer fail; and what queues before a slow scorer is in
+        flight, so that queue is no longer than the two batches.
         store_cap: what is in flight plus what the store has room for at worst-case size.
         """
         kv_cap = max(n, kv_slots + math.ceil(kv_slots * AHEAD)) + aside  # a sample is the least there can be
@@ -137,7 +136,7 @@ class Watermark:
             demand_cap = max(kv_cap, 2 * self.batch_trajectories)
         else:
             per_s, _ = demand
-            demand_cap = math.ceil(per_s * working_s) + max(n, 2 * self.batch_trajectories - ready)
+            demand_cap = max(n, math.ceil(per_s * working_s) + 2 * self.batch_trajectories - ready)
         caps = Caps(kv_cap, staleness_cap, demand_cap, store_cap)
         named = {"kv": kv_cap, "staleness": staleness_cap, "demand": demand_cap, "store": store_cap}
         binding = min(named, key=lambda name: named[name])
