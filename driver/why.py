@@ -183,4 +183,5 @@ def _engine(facts: Facts, engine: Engine) -> Because | None:
 
 
 def _names(names: tuple[str, ...] | list[str]) -> str:
-    return " and ".join(", ".join(names).rsplit(", ", 1))
+    *first, last = names
+    return f"{', '.join(first)} and {last}" if first else last

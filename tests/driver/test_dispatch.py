@@ -15,9 +15,10 @@ from driver.dispatch import Dispatch
 from driver.feed import Feed
 from driver.ledger import Ledger
 from driver.ledger_db import LedgerDB
+from driver.lost_time import FULL
 from driver.push import Pusher
 from driver.scoring import Scoring
-from driver.turns import GivenUp
+from driver.turns import GivenUp, Pace
 from driver.watermark import Watermark
 from rollout.answer import EngineError, Generation, Prefix, refusal
 from rollout.pool import EnginePool
@@ -262,7 +263,7 @@ async def test_E14_each_token_is_a_sign_of_life(parts):
     async with dispatch._pool.acquire(1.0, "test"):
         dispatch._pool._monotonic.now += 5
         assert slot.silent_s() == 5
-        dispatch.turns._count(trajectory, 0, slot)([7], [-0.5], VERSION)
+        dispatch.turns._count(trajectory, 0, slot, Pace(slot.clock))([7], [-0.5], VERSION)
         assert slot.silent_s() == 0
 
 
@@ -273,14 +274,15 @@ async def test_L1_who_waits_for_the_kv_cap_is_told_which_bound_it_was(parts):
     dispatch._store_free_bytes = lambda _: 1 << 40
     dispatch._queue.extend([None] * 100)  # in flight
     told = "reached with 100 in flight; kv binds:"
-    assert dispatch._closed_gate() == f"watermark 8 {told} 4 requests at once on 1 engine by rollout.max_open_requests"
+    words = f"watermark 8 {told} 4 requests at once on 1 engine by rollout.max_open_requests"
+    assert dispatch._closed_gate() == (FULL, words), "engines that are full lose nothing"
     load = {"num_running_reqs": 0, "num_waiting_reqs": 0, "num_used_tokens": 0, "max_total_num_tokens": 96}
     slot = dispatch._pool.slots["engine-0"]
     slot.capacity = 64
     slot.reported({"loads": [load | {"max_running_requests": 32, "token_usage": 0.0}]}, 3.0)
-    assert dispatch._closed_gate() == f"watermark 40 {told} 32 requests at once on 1 engine by the engine's own limit"
+    assert dispatch._closed_gate()[1] == f"watermark 40 {told} 32 requests at once on 1 engine by the engine's own limit"
     dispatch._request_tokens.observe(8.0)
-    assert dispatch._closed_gate() == f"watermark 15 {told} 12 requests at once on 1 engine by KV memory of 96 tokens at a mean of 8"
+    assert dispatch._closed_gate()[1] == f"watermark 15 {told} 12 requests at once on 1 engine by KV memory of 96 tokens at a mean of 8"
 
 
 async def test_in_deterministic_mode_a_retry_keeps_its_seed(parts):
