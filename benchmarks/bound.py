@@ -88,6 +88,7 @@ class Measured:
     publish_s: float
     pause_s: float
     score_s: float
+    pace: float  # of the engines' tokens, over the nominal one: below 1 where they got too little CPU
     load: float
 
 
@@ -219,7 +220,8 @@ def measure(case: Case, scale: Scale, console: Console) -> Measured:
             while (trained := service.trained()) < scale.warm + batches:
                 if began is None and trained >= scale.warm:
                     began = (time.monotonic(), service.cpu_s())
-                console.print(f"{case.name}: batch {trained} of {scale.warm + batches}", end="\r", highlight=False)
+                if console.is_terminal:
+                    console.print(f"{case.name}: batch {trained} of {scale.warm + batches}", end="\r", highlight=False)
                 time.sleep(min(1.0, facts.tau_s / 2))
             assert began is not None
             span_s = time.monotonic() - began[0]
@@ -250,6 +252,7 @@ def measure(case: Case, scale: Scale, console: Console) -> Measured:
         publish_s=seconds["publish"],
         pause_s=seconds["pause"],
         score_s=seconds["score"],
+        pace=scale.mean_s / MEAN_TOKENS / seconds["token"],
         load=os.getloadavg()[0],
     )
 
@@ -313,6 +316,7 @@ def show(results: dict[Case, Measured], scale: Scale, console: Console) -> list[
         "staleness mean",
         "max",
         "wasted",
+        "pace",
         "driver CPU",
         "µs a trajectory",
     )
@@ -334,6 +338,7 @@ def show(results: dict[Case, Measured], scale: Scale, console: Console) -> list[
             f"{one.staleness_mean:.2f}",
             str(one.staleness_max),
             f"{one.wasted:.1%}",
+            f"{one.pace:.2f}",
             f"{one.driver_cpu:.0%}",
             f"{one.driver_us:.0f}",
         )

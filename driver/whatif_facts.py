@@ -37,6 +37,7 @@ class Asked:
 
     facts: Facts
     source: str
+    token_s: float | None = None  # between two tokens of a request; None where only their number is known
 
 
 class NothingKnown(ValueError):
@@ -122,7 +123,7 @@ def _of_measured(config: RunConfig, measured: Measured, slots: int, source: str)
     )
     trained = "training as fast as generation" if facts.training_s is None else f"{facts.training_s:.3g} s of training a batch"
     lag = f"{facts.publish_s + facts.pause_s:.2g} s for a push, {facts.pause_s:.2g} of them a pause"
-    return Asked(facts, f"{source}, {1 / token_s:.3g} tokens a second each; {trained}, {facts.score_s:.2g} s to score, {lag}")
+    return Asked(facts, f"{source}, {1 / token_s:.3g} tokens a second each; {trained}, {facts.score_s:.2g} s to score, {lag}", token_s)
 
 
 # ---- the answer --------------------------------------------------------------------------------------------------------------
@@ -172,7 +173,7 @@ def answer(asked: Asked, found: Sequence[Reached], bound: int) -> dict[str, Any]
             "publish": facts.publish_s,
             "pause": facts.pause_s,
             "score": facts.score_s,
-            "decode": None if facts.training_s is None else facts.mean_s,
+            "token": asked.token_s,
         },
         "reached": [vars(reached) for reached in found],
     }
