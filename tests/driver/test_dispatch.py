@@ -292,3 +292,80 @@ async def test_in_deterministic_mode_a_retry_keeps_its_seed(parts):
     seeds = {dispatch.turns._sampling(trajectory, 0, 5)["sampling_seed"] for _ in range(2)}
     other = dispatch.turns._sampling(trajectory, 1, 5)["sampling_seed"]
     assert len(seeds) == 1 and other not in seeds and 0 <= other < 2**63
+
+
+async def test_a_trajectory_that_lost_a_request_says_nothing_of_how_long_one_takes(parts):
+    """A minute of failing engines would otherwise be the time in flight by which the watermark plans the next."""
+    dispatch, trajectory, engines = parts
+    clean, torn = trajectory, dispatch._core.ledger.samples[0].trajectories[1]
+    engines(ScriptedEngine(answer(9, EOS), lost(7), answer(9, EOS)))
+    measured = dispatch._core.measured
+    for number, (one, lengths) in enumerate([(clean, [2]), (torn, [2])]):
+        made = await dispatch.turns.generate(one, 0, [5])
+        tree = SimpleNamespace(
+            turns=[SimpleNamespace(log_probs=(), token_ids=(5,)), SimpleNamespace(log_probs=(-0.5,), token_ids=(9, EOS))]
+        )
+        dispatch._measure(one, tree, 1.5)
+        assert list(measured.lengths) == lengths, number
+        assert made.output_ids[-1] == EOS
+    assert measured.engine_s.count == 1 and measured.aside_s.value == pytest.approx(1.5, abs=0.4), "all the rest was between its requests"
+    for one in (clean, torn):
+        dispatch._core.ledger.apply(ready(0, one.index))
+    dispatch.settle(dispatch._core.ledger.samples[0])
+    assert measured.sample_s.value is None, "one of its trajectories is not known"
+
+
+async def test_a_trajectory_that_is_with_its_tools_leaves_its_place_at_the_engines_to_another(parts):
+    dispatch, trajectory, engines = parts
+    seen = []
+
+    class Watched(ScriptedEngine):
+        async def generate(self, *asked: Any, **more: Any) -> Generation:
+            seen.append((dispatch.turns.asking, dispatch._room(), dispatch.turns.asks(trajectory.traj_uid)))
+            return await super().generate(*asked, **more)
+
+    engines(Watched(answer(9, EOS), answer(9, EOS)))
+    dispatch.generating = 3  # this one, and two whose workflows wait for something else
+    dispatch.turns.due(trajectory.traj_uid)
+    assert (dispatch.turns.asking, dispatch._room()) == (1, 3)
+    await dispatch.turns.generate(trajectory, 0, [5])
+    assert (dispatch.turns.asking, dispatch._room()) == (0, 4), "between two turns"
+    await dispatch.turns.generate(trajectory, 1, [5])
+    assert seen == [(1, 3, True)] * 2
+    dispatch.turns.forget(trajectory.traj_uid)
+    assert dispatch.turns.asking == 0
+
+
+@pytest.mark.parametrize(
+    ("sent", "asks", "scores", "words"),
+    [
+        (False, False, False, "not sent yet"),
+        (True, False, True, "at its scorer"),
+        (True, False, False, "about to be sent"),
+        (True, True, False, "waiting for an engine"),
+    ],
+)
+async def test_L1_where_a_trajectory_is_can_be_said(parts, sent, asks, scores, words):
+    dispatch, trajectory, engines = parts
+    engines(ScriptedEngine())
+    if sent:
+        dispatch._tasks[trajectory.traj_uid] = None
+    if scores:
+        dispatch._scoring._since[f"{trajectory.traj_uid}a0000l0000"] = 0.0
+    with dispatch.turns._asks(trajectory.traj_uid) if asks else suppress():
+        assert dispatch.place(trajectory.traj_uid) == words
+    if sent and asks:
+        dispatch.turns._took(trajectory, dispatch._pool.slots["engine-0"])
+        assert dispatch.place(trajectory.traj_uid) == "between two turns"
+        with dispatch.turns._asks(trajectory.traj_uid):
+            assert dispatch.place(trajectory.traj_uid) == "on engine-0"
+
+
+def test_how_fast_tokens_come_is_measured_from_the_first_chunk_to_the_last():
+    clock = Clock()
+    pace = Pace(clock)
+    assert pace.decoded == (0, 0.0)
+    for seconds, tokens in ((9.0, 16), (2.0, 16), (1.0, 8)):  # nine seconds in the engine's queue
+        clock.now += seconds
+        pace.came(tokens)
+    assert pace.decoded == (24, 3.0)

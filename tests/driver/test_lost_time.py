@@ -60,3 +60,12 @@ def test_the_seconds_are_those_that_the_sides_waited_and_memory_is_bounded(steps
     assert len(lost.newest(10**6)) <= ENTRIES
     for earlier, later in zip(lost.newest(300), lost.newest(300)[1:], strict=False):
         assert earlier.began <= later.began or later.began <= earlier.began + AGAIN_S
+
+
+def test_a_thousand_waits_are_remembered_as_the_newest_of_them_and_their_seconds():
+    lost = LostTime()
+    for number in range(1000):
+        lost.waits("trainer", "samples", f"batch {number}", number * 10.0)
+        lost.over("trainer", number * 10.0 + 1.0)
+    assert len(lost.newest(10**6)) == ENTRIES and lost.newest(1)[0].reason == "batch 999"
+    assert lost.seconds(10_000.0) == {"trainer": {"samples": pytest.approx(1000.0)}}
