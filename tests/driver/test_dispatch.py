@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -352,7 +352,7 @@ async def test_L1_where_a_trajectory_is_can_be_said(parts, sent, asks, scores, w
         dispatch._tasks[trajectory.traj_uid] = None
     if scores:
         dispatch._scoring._since[f"{trajectory.traj_uid}a0000l0000"] = 0.0
-    with dispatch.turns._asks(trajectory.traj_uid) if asks else suppress():
+    with dispatch.turns._asks(trajectory.traj_uid) if asks else nullcontext():
         assert dispatch.place(trajectory.traj_uid) == words
     if sent and asks:
         dispatch.turns._took(trajectory, dispatch._pool.slots["engine-0"])
