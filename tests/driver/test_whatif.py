@@ -96,6 +96,13 @@ def test_V1_lags_cost_and_S_buys_them_back():
     assert lagged[1] < lagged[2] < lagged[6]
 
 
+def test_an_engine_makes_no_token_in_a_pause():
+    """A batch of 8 trajectories of 1 s on 8 slots, and half a second of pause for each: two thirds of the time is left."""
+    facts = Facts(8, 2, 4, (1.0,), training_s=0.01, pause_s=0.5)
+    assert simulate(facts, 9, batches=100).fraction == pytest.approx(2 / 3, abs=0.05)
+    assert simulate(replace(facts, pause_s=0.0, publish_s=0.5), 9, batches=100).fraction == pytest.approx(1.0, abs=0.05)
+
+
 def reached(bound, fraction):
     return Reached(bound, fraction, 1.0, 0.0, bound, 0.0)
 
