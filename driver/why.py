@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from driver.lost_time import FULL
 
+UNDER_WAY = "under way"  # the kind of a push that goes on: every version has one
 SIDES = ("trainer", "reward", "push", "rollout")  # the first of these that waits is the one a person asks about
 
 
@@ -117,14 +118,15 @@ def sentence(facts: Facts) -> str:
     if facts.over is not None:
         return facts.over
     found = {because.side: because for because in explain(facts)}
-    side = next((side for side in SIDES if side in found and found[side].kind != FULL), None)
+    side = next((side for side in SIDES if side in found and found[side].kind not in (FULL, UNDER_WAY)), None)
     parts = [] if side is None else [found[side].sentence]
     if side == "trainer":
         upstream = next((s for s in ("reward", "rollout") if s in found and not _said_already(found["trainer"], found[s])), None)
         parts += [] if upstream is None else [f"{upstream}: {found[upstream].reason}"]
     # Shut is the moment of a push, which every engine has with every batch: no news to a person.
     lost = [b for s, b in found.items() if s not in SIDES and b.kind not in ("shut", "idle")]
-    parts += [b.reason if b.reason.startswith(b.side) else f"{b.side} {b.reason}" for b in lost]
+    said = "; ".join(parts)
+    parts += [b.reason if b.reason.startswith(b.side) else f"{b.side} {b.reason}" for b in lost if b.side not in said]
     return "; ".join(parts) or "Nothing waits: engines and trainer are both at work."
 
 
@@ -153,7 +155,8 @@ def _straggler(straggler: Straggler, kind: str) -> str:
     if not straggler.missing:
         return f"{name} is whole by now"
     most = max(straggler.missing, key=lambda missing: (missing.tokens, missing.age_s))
-    where = f"{most.place}, {most.tokens:,} tokens so far" if most.tokens else f"{most.place} for {most.age_s:.1f} s"
+    tokens = f"{most.tokens:,} token{'s' if most.tokens > 1 else ''} so far"
+    where = f"{most.place}, {tokens}" if most.tokens else f"{most.place} for {most.age_s:.1f} s"
     count = len(straggler.missing)
     return f"{name} misses {count} of {straggler.n}{', ' if count == 1 else ': the longest '}{where}"
 
@@ -163,7 +166,7 @@ def _push(facts: Facts) -> Because | None:
     if push is None:
         return None
     if push.under_way:
-        return Because("push", "under way", f"version {push.version} is on its way to {_names(push.under_way)}", push.seconds)
+        return Because("push", UNDER_WAY, f"version {push.version} is on its way to {_names(push.under_way)}", push.seconds)
     if push.lacking:
         state = {engine.engine_id: engine for engine in facts.engines}
         told = [f"{name} ({state[name].state}: {state[name].reason})" if name in state else name for name in push.lacking]

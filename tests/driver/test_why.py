@@ -140,5 +140,13 @@ def test_L1_the_sentence_names_an_engine_that_is_being_replaced_whoever_waits_fo
     assert sentence(both).endswith("s: 3 of 4 samples are ready; rollout: all rows were sent; engine-0 is out of use: it hangs")
 
 
+def test_a_push_that_goes_on_is_no_reason_to_wait_and_no_engine_is_named_twice():
+    pushing, shut = Push(12, 0.2, under_way=("engine-0",)), engine("engine-0", "shut", 3, reason="version 12 is being pushed")
+    assert sentence(Facts(push=pushing, engines=(shut,))) == NOTHING
+    starting = engine("engine-0", "starting", 0, reason="registered, not verified yet")
+    rollout = waiting("rollout", "no engine is open: engine-0 is starting (registered, not verified yet)", "engines")
+    assert sentence(Facts((rollout,), engines=(starting,))) == f"rollout idle 41.0 s: {rollout.reason}"
+
+
 def test_a_run_that_is_over_says_so_and_nothing_else():
     assert sentence(Facts((SHORT,), over="The run has stopped: disk full")) == "The run has stopped: disk full"
