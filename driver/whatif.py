@@ -26,7 +26,7 @@ from typing import Any
 
 BOUNDS = (0, 1, 2, 3, 5, 7, 10)
 GOOD = 0.85  # a bound that reaches this is worth naming; beyond it a larger one buys little
-TRAJECTORIES = 40_000  # simulated for each bound: some 0.1 s of computing, and fractions that repeat within about 0.01
+TRAJECTORIES = 80_000  # simulated for each bound: some 0.15 s of computing, and fractions that repeat within about 0.01
 FEWEST_BATCHES, MOST_BATCHES = 60, 300
 
 
