@@ -58,7 +58,8 @@ class PacedScheduler(Scheduler):
         self._lengths = _drawn(settings.paced_lengths, settings.random_seed)
         self._pairs: list[LogProb] = [[-made.expovariate(1.0), token, None] for token in tokens] * 2
         self._work = asyncio.Event()
-        self._published_s = 0.0
+        self._published_s = self._paused_at_s = 0.0
+        self._due_s = asyncio.get_running_loop().time()  # of the next step
         self._task = asyncio.get_running_loop().create_task(self._steps(), name="paced")
         self._task.add_done_callback(self._ended)
 
@@ -86,29 +87,36 @@ class PacedScheduler(Scheduler):
 
     def call(self, action: Callable[[], T]) -> Future[T]:
         future: Future[T] = Future()
+        was_paused, now_s = self.paused, asyncio.get_running_loop().time()
         try:
             future.set_result(action())
         except Exception as error:  # it belongs to the caller
             future.set_exception(error)
+        if self.paused and not was_paused:
+            self._paused_at_s = now_s
+        elif was_paused and not self.paused:
+            self._due_s += now_s - self._paused_at_s  # a step that was under way has all of its time left
         self._work.set()
         return future
 
     async def _steps(self) -> None:
         """Consumes requests; waits for the next step's time, or for a request while there is none or in a pause."""
         loop = asyncio.get_running_loop()
-        due_s = loop.time()
         while True:
             if self.paused or self.is_empty:
                 self._publish()
                 self._work.clear()
                 await self._work.wait()
-                due_s = loop.time()
+                if not self.paused:
+                    self._due_s = max(self._due_s, loop.time())
                 continue
+            if self._due_s > loop.time():
+                await asyncio.sleep(self._due_s - loop.time())
+                continue  # a pause may have begun meanwhile
             self._turn()
             for _ in range(ROUNDS_TO_WRITE):
                 await asyncio.sleep(0)
-            due_s = max(due_s + self._step_s + self.forward_sleep_s, loop.time())
-            await asyncio.sleep(due_s - loop.time())
+            self._due_s = max(self._due_s + self._step_s + self.forward_sleep_s, loop.time())
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled():

@@ -69,6 +69,24 @@ async def test_V5_a_pause_and_a_new_version_are_those_of_any_engine(client: Engi
     assert len(answer.output_ids) == 160 and answer.meta["num_retractions"] == 1
 
 
+async def test_a_pause_gives_no_step_for_nothing(client: EngineClient, paced: Served) -> None:
+    """Else an engine that is paused for less than a step would lose no time by it, and a benchmark's pushes cost nothing."""
+    paced.post("/slow_down", {"forward_sleep_time": 2.0})
+    chunks: list[int] = []
+    request = asyncio.create_task(
+        client.generate(PROMPT, sampling(160), "stepping", stall_s=60.0, on_tokens=lambda ids, *_: chunks.append(len(ids)))
+    )
+    while not chunks:  # noqa: ASYNC110 - a list that the callback fills
+        await asyncio.sleep(0.005)
+    await client.pause("retract")
+    await client.continue_generation()
+    await asyncio.sleep(0.1)
+    assert chunks == [16], "the next step is due in two seconds"
+    await client.abort("stepping")
+    paced.post("/slow_down", {"forward_sleep_time": None})
+    assert (await request).finish_reason == "abort"
+
+
 async def test_E15_an_abort_ends_a_request_with_what_it_has(client: EngineClient, paced: Served) -> None:
     paced.post("/slow_down", {"forward_sleep_time": 0.05})
     some = asyncio.Event()
