@@ -56,8 +56,14 @@ class Watch:
         self._at.clear()
 
 
-def kill_once(victim: Engine, watches: tuple[Watch, Watch]) -> tuple[list[float], int]:
-    """Seconds for each trajectory that was generating on the victim, and how many did not come again within a minute."""
+def whole(service: ServiceUnderTest, traj_uid: str) -> bool:
+    """Its last token had come before its engine died: there was nothing left to generate."""
+    found = service.run(f"/trajectories/{traj_uid}")
+    return found["state"] != "running" and found["outcome"] != "discarded"
+
+
+def kill_once(service: ServiceUnderTest, victim: Engine, watches: tuple[Watch, Watch]) -> tuple[list[float], int, int]:
+    """Seconds for each trajectory that was generating on the victim; how many of its answers were whole; how many never came again."""
     there, elsewhere = watches
     while len(there.open) < BUSY_REQUESTS:
         time.sleep(0.002)
@@ -65,24 +71,28 @@ def kill_once(victim: Engine, watches: tuple[Watch, Watch]) -> tuple[list[float]
     killed_at = time.monotonic()
     victim.kill()
     took: dict[str, float] = {}
-    until = killed_at + 60
-    while time.monotonic() < until and len(took) < len(lost):
+    until, look_at = killed_at + 60, killed_at + 3
+    were_whole: set[str] = set()
+    while time.monotonic() < until and len(took) + len(were_whole) < len(lost):
         for trajectory in lost - took.keys():
             after = [at for at in elsewhere.began.get(trajectory, []) if at > killed_at]
             if after:
                 took[trajectory] = after[0] - killed_at
+        if time.monotonic() > look_at:
+            look_at += 3
+            were_whole = {trajectory for trajectory in lost - took.keys() if whole(service, trajectory)}
         time.sleep(0.005)
     there.forget()
     victim.start()
     victim.wait(60)
-    return list(took.values()), len(lost - took.keys())
+    return list(took.values()), len(were_whole), len(lost - took.keys() - were_whole)
 
 
 def main() -> int:
     options = arguments(__doc__)
     rounds = 3 if options.quick else 20
     took: list[float] = []
-    never = 0
+    were_whole = never = 0
     with tempfile.TemporaryDirectory() as name, fleet(Path(name), 2, None, SLOW_S) as engines:
         service = ServiceUnderTest(
             Path(name) / "run",
@@ -102,11 +112,17 @@ def main() -> int:
             for number in range(rounds):
                 service.wait(lambda s: [e["state"] for e in service.run("/engines")] == ["open"] * 2, "both engines", 120)
                 dies = number % 2
-                seconds, missing = kill_once(engines[dies], (watches[dies], watches[1 - dies]))
-                took, never = took + seconds, never + missing
+                seconds, ended, missing = kill_once(service, engines[dies], (watches[dies], watches[1 - dies]))
+                took, were_whole, never = took + seconds, were_whole + ended, never + missing
         finally:
             service.close()
-    figures = {"trajectories": float(len(took)), "median_s": median(took), "worst_s": max(took), "never_again": float(never)}
+    figures = {
+        "trajectories": float(len(took)),
+        "whole_already": float(were_whole),
+        "median_s": median(took),
+        "worst_s": max(took),
+        "never_again": float(never),
+    }
     return report("An engine's death to its trajectories generating elsewhere", figures, AIMS, options, ["aiohttp", "httpx", "torch"])
 
 

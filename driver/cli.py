@@ -14,89 +14,27 @@ import sys
 import time
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
-import httpx
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from driver import selfcheck
-from driver.commands_whatif import add_whatif_commands, say_whatif
+from driver import commands_runs, commands_whatif, selfcheck
 from driver.config import ConfigError, load_config
 from driver.doctor import examine
 from driver.keys import keys, section_at
 from driver.settings import SECRETS, RunConfig
+from driver.terminal import RunName, Service, Sets, Url, err, fail, out
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Asynchronous reinforcement learning of language models.")
 config_app = typer.Typer(no_args_is_help=True, help="Look at configuration files.")
 app.add_typer(config_app, name="config")
 selfcheck_app = typer.Typer(no_args_is_help=True, help="Does what is yours keep its contract?")
 app.add_typer(selfcheck_app, name="selfcheck")
-out = Console()
-err = Console(stderr=True)
-
-Url = Annotated[
-    str | None, typer.Option(help="the service's address; default: HEADRACE_URL, or the newest one under ./runs", envvar="HEADRACE_URL")
-]
-RunName = Annotated[str | None, typer.Option("--run", help="which run; default: the only one")]
-Sets = Annotated[list[str] | None, typer.Option("--set", help="override one key: --set batch.samples=8")]
-
-
-def fail(text: str, status: int = 1) -> NoReturn:
-    err.print(f"[red]error[/red] {text}", highlight=False, soft_wrap=True)
-    raise typer.Exit(status)
-
-
-class Service:
-    """The REST client of the command line."""
-
-    def __init__(self, url: str | None, token: str | None = None) -> None:
-        token = token or os.environ.get("HEADRACE_TOKEN")
-        if url is None:
-            facts = newest_service()
-            if facts is None:
-                fail("no service is running here: start one with `headrace up CONFIG.yaml`, or give --url")
-            url, token = facts["url"], token or facts["token"]
-        headers = {"authorization": f"Bearer {token}"} if token else {}
-        self.url = url
-        self._http = httpx.Client(base_url=url, headers=headers, timeout=60.0, trust_env=False)
-
-    def call(self, method: str, path: str, **more: Any) -> Any:
-        try:
-            reply = self._http.request(method, path, **more)
-        except httpx.TransportError as error:
-            fail(f"no answer from {self.url} ({type(error).__name__}); is the service up? headrace up CONFIG.yaml")
-        if reply.status_code >= 400:
-            try:
-                fail(reply.json()["error"]["message"])
-            except (ValueError, KeyError, TypeError):
-                fail(f"{self.url}{path} answered {reply.status_code}: {reply.text[:300]}")
-        return reply.json() if reply.headers.get("content-type", "").startswith("application/json") else reply.text
-
-    def run(self, name: str | None) -> str:
-        if name is not None:
-            return name
-        runs = [r["run_id"] for r in self.call("GET", "/v1/runs")]
-        if len(runs) != 1:
-            fail(f"say which run: --run {' | '.join(runs)}")
-        return runs[0]
-
-
-def newest_service() -> dict[str, Any] | None:
-    """The newest service.json under ./runs whose process lives."""
-    for path in sorted(Path("runs").glob("*/service.json"), key=lambda p: p.stat().st_mtime, reverse=True):
-        try:
-            facts = json.loads(path.read_text())
-            os.kill(facts["pid"], 0)
-        except (OSError, ValueError, KeyError):
-            continue
-        return facts
-    return None
-
-
+for command in (commands_runs.runs, commands_runs.begin, commands_whatif.whatif, commands_whatif.why):
+    app.command()(command)
 # ---- starting and ending -------------------------------------------------------------------------------------------------
 
 
@@ -388,7 +326,7 @@ def config_check(config: Path, overrides: Sets = None) -> None:
     for section, names in SECRETS.items():
         dumped[section] |= {name: "(set)" for name in names if dumped[section][name]}
     out.print(yaml.safe_dump(dumped, sort_keys=False), highlight=False, end="")
-    say_whatif(checked, err)
+    commands_whatif.say_whatif(checked, err)
 
 
 @app.command()
@@ -420,9 +358,6 @@ def selfcheck_loss(
     except ConfigError as error:
         fail(str(error), 2)
     raise typer.Exit(subprocess.run(argv).returncode)
-
-
-add_whatif_commands(app, Service, out, fail)
 
 
 def main() -> None:

@@ -1,10 +1,9 @@
 """The command line's part for the what-if model, and for why and where time goes."""
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, Protocol
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -12,82 +11,69 @@ from rich.table import Table
 
 from driver.config import ConfigError, load_config
 from driver.settings import RunConfig
+from driver.terminal import RunName, Service, Sets, Url, fail, out
 from driver.whatif import BOUNDS, Facts, what_if
 from driver.whatif_facts import Asked, NothingKnown, answer, bounds_with, of_config, read_lengths
 
 
-class Connection(Protocol):
-    def call(self, method: str, path: str, **more: Any) -> Any: ...
-    def run(self, name: str | None) -> str: ...
+def whatif(
+    config: Annotated[Path | None, typer.Argument(help="a run's YAML; without it a run of the service is asked about")] = None,
+    url: Url = None,
+    run: RunName = None,
+    overrides: Sets = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="lengths of answers: CSV with a column output_tokens, JSONL with such a field, or numbers"),
+    ] = None,
+    slots: Annotated[int | None, typer.Option(min=1, help="C: requests that all engines decode at once")] = None,
+    samples: Annotated[int | None, typer.Option(min=1, help="P: samples of a batch")] = None,
+    n: Annotated[int | None, typer.Option("--n", min=1, help="trajectories of a sample")] = None,
+    bounds: Annotated[str, typer.Option("--bounds", help="which S to try")] = ",".join(map(str, BOUNDS)),
+    seed: int = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="as JSON")] = False,
+) -> None:
+    """Which fraction of min(C/E[L], B/tau) each S reaches: by a model of the run on lengths seen so far, or on a trace."""
+    wanted = _bounds(bounds)
+    if config is None and trace is None:
+        service = Service(url)
+        if slots or samples or n or overrides:
+            fail("--slots, --samples, --n and --set are for a configuration or a trace: headrace whatif CONFIG.yaml, or --trace FILE")
+        reply = service.call("GET", f"/v1/runs/{service.run(run)}/whatif", params={"s": wanted})
+    else:
+        try:
+            asked, bound = _asked(config, overrides, trace, slots, samples, n)
+        except (ConfigError, NothingKnown, ValueError) as error:
+            fail(str(error), 2)
+        found = what_if(asked.facts, bounds_with(bound, wanted), seed=seed)
+        reply = answer(asked, found, bound)
+    if as_json:
+        out.print_json(json.dumps(reply))
+    else:
+        show(reply)
 
 
-Url = Annotated[
-    str | None, typer.Option(help="the service's address; default: HEADRACE_URL, or the newest one under ./runs", envvar="HEADRACE_URL")
-]
-RunName = Annotated[str | None, typer.Option("--run", help="which run; default: the only one")]
-Sets = Annotated[list[str] | None, typer.Option("--set", help="override one key: --set batch.samples=8")]
+def why(
+    url: Url = None,
+    run: RunName = None,
+    history: Annotated[bool, typer.Option("--history", help="the newest waits, and the seconds lost to each kind of reason")] = False,
+    last: Annotated[int, typer.Option(min=1, max=300, help="with --history: so many waits")] = 20,
+    as_json: Annotated[bool, typer.Option("--json", help="as JSON")] = False,
+) -> None:
+    """The constraint that binds now, in a sentence; then the one of each side that waits."""
+    service = Service(url)
+    path = f"/v1/runs/{service.run(run)}/why"
+    reply = service.call("GET", f"{path}/history", params={"last": last}) if history else service.call("GET", path)
+    if as_json:
+        out.print_json(json.dumps(reply))
+    elif history:
+        show_history(reply)
+    else:
+        out.print(reply["sentence"], highlight=False)
+        for side, wait in reply["waits"].items():
+            out.print(f"  {side} {wait['seconds']:.1f} s: {wait['reason']}", highlight=False, soft_wrap=True)
 
 
-def add_whatif_commands(app: typer.Typer, connect: Callable[[str | None], Connection], out: Console, fail: Callable[..., NoReturn]) -> None:
-    @app.command()
-    def whatif(
-        config: Annotated[Path | None, typer.Argument(help="a run's YAML; without it a run of the service is asked about")] = None,
-        url: Url = None,
-        run: RunName = None,
-        overrides: Sets = None,
-        trace: Annotated[
-            Path | None,
-            typer.Option(help="lengths of answers: CSV with a column output_tokens, JSONL with such a field, or numbers"),
-        ] = None,
-        slots: Annotated[int | None, typer.Option(min=1, help="C: requests that all engines decode at once")] = None,
-        samples: Annotated[int | None, typer.Option(min=1, help="P: samples of a batch")] = None,
-        n: Annotated[int | None, typer.Option("--n", min=1, help="trajectories of a sample")] = None,
-        bounds: Annotated[str, typer.Option("--bounds", help="which S to try")] = ",".join(map(str, BOUNDS)),
-        seed: int = 0,
-        as_json: Annotated[bool, typer.Option("--json", help="as JSON")] = False,
-    ) -> None:
-        """Which fraction of min(C/E[L], B/tau) each S reaches: by a model of the run on lengths seen so far, or on a trace."""
-        wanted = _bounds(bounds, fail)
-        if config is None and trace is None:
-            service = connect(url)
-            if slots or samples or n or overrides:
-                fail("--slots, --samples, --n and --set are for a configuration or a trace: headrace whatif CONFIG.yaml, or --trace FILE")
-            reply = service.call("GET", f"/v1/runs/{service.run(run)}/whatif", params={"s": wanted})
-        else:
-            try:
-                asked, bound = _asked(config, overrides, trace, slots, samples, n)
-            except (ConfigError, NothingKnown, ValueError) as error:
-                fail(str(error), 2)
-            found = what_if(asked.facts, bounds_with(bound, wanted), seed=seed)
-            reply = answer(asked, found, bound)
-        if as_json:
-            out.print_json(json.dumps(reply))
-        else:
-            show(reply, out)
-
-    @app.command()
-    def why(
-        url: Url = None,
-        run: RunName = None,
-        history: Annotated[bool, typer.Option("--history", help="the newest waits, and the seconds lost to each kind of reason")] = False,
-        last: Annotated[int, typer.Option(min=1, max=300, help="with --history: so many waits")] = 20,
-        as_json: Annotated[bool, typer.Option("--json", help="as JSON")] = False,
-    ) -> None:
-        """The constraint that binds now, in a sentence; then the one of each side that waits."""
-        service = connect(url)
-        path = f"/v1/runs/{service.run(run)}/why"
-        reply = service.call("GET", f"{path}/history", params={"last": last}) if history else service.call("GET", path)
-        if as_json:
-            out.print_json(json.dumps(reply))
-        elif history:
-            show_history(reply, out)
-        else:
-            out.print(reply["sentence"], highlight=False)
-            for side, wait in reply["waits"].items():
-                out.print(f"  {side} {wait['seconds']:.1f} s: {wait['reason']}", highlight=False, soft_wrap=True)
-
-
-def say_whatif(config: RunConfig, out: Console) -> None:
+def say_whatif(config: RunConfig, where: Console) -> None:
     """One line after `config check`, where lengths are known."""
     try:
         asked = of_config(config)
@@ -95,10 +81,10 @@ def say_whatif(config: RunConfig, out: Console) -> None:
     except ValueError:
         return
     reply = answer(asked, found, config.staleness.bound)
-    out.print(f"# {reply['sentence']} (by the model, with {asked.source})", highlight=False, soft_wrap=True)
+    where.print(f"# {reply['sentence']} (by the model, with {asked.source})", highlight=False, soft_wrap=True)
 
 
-def show(reply: dict[str, Any], out: Console) -> None:
+def show(reply: dict[str, Any]) -> None:
     table = Table(box=None)
     for column in ("S", "of the bound", "staleness: mean", "max", "batch held"):
         table.add_column(column, justify="right")
@@ -117,7 +103,7 @@ def show(reply: dict[str, Any], out: Console) -> None:
     out.print(reply["sentence"], highlight=False)
 
 
-def show_history(reply: dict[str, Any], out: Console) -> None:
+def show_history(reply: dict[str, Any]) -> None:
     waits = Table(box=None)
     for column in ("ago", "for", "times", "side", "kind", "why"):
         waits.add_column(column, justify="right" if column in ("ago", "for", "times") else "left")
@@ -130,7 +116,7 @@ def show_history(reply: dict[str, Any], out: Console) -> None:
         out.print(f"{side}: " + ", ".join(f"{seconds:.1f} s {kind}" for kind, seconds in kinds.items()), highlight=False, soft_wrap=True)
 
 
-def _bounds(text: str, fail: Callable[..., NoReturn]) -> list[int]:
+def _bounds(text: str) -> list[int]:
     try:
         return sorted({int(part) for part in text.split(",") if part.strip()})
     except ValueError:

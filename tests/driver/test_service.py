@@ -21,8 +21,15 @@ def run_with(measured: Measured, config) -> SimpleNamespace:
     return SimpleNamespace(core=core, config=config, dispatch=SimpleNamespace(kv_room=SimpleNamespace(slots=64)))
 
 
+def fleet(runs) -> SimpleNamespace:
+    return SimpleNamespace(runs=runs, waiting={})
+
+
 def client(token: str | None = None, loopback: bool = True) -> TestClient:
-    return TestClient(create_app({}, token=token, loopback=loopback, shutdown=lambda: None), raise_server_exceptions=False)
+    return TestClient(
+        create_app(fleet({}), token=token, loopback=loopback, shutdown=lambda: None),
+        raise_server_exceptions=False,
+    )
 
 
 @pytest.mark.parametrize(
@@ -91,7 +98,7 @@ def test_whatif_answers_for_a_run_that_has_measured_itself_and_says_what_is_miss
         known.decoded(10, 1.0)
     known.training_s.observe(2.0)
     runs = {"fresh": fresh, "known": run_with(known, load_config(CONFIG, [f"run_dir={tmp_path}"]))}
-    service = TestClient(create_app(runs, token=None, loopback=True, shutdown=lambda: None), raise_server_exceptions=False)  # type: ignore[arg-type]
+    service = TestClient(create_app(fleet(runs), token=None, loopback=True, shutdown=lambda: None), raise_server_exceptions=False)
     missing = service.get("/v1/runs/fresh/whatif")
     assert missing.status_code == 409 and "give a trace" in missing.json()["error"]["message"]
     found = service.get("/v1/runs/known/whatif", params={"s": [1, 4]}).json()
@@ -107,7 +114,7 @@ def test_L1_the_history_of_why_is_asked_for_a_run_or_for_all(tmp_path):
     run = run_with(Measured(), load_config(CONFIG, [f"run_dir={tmp_path}"]))
     for number in range(5):
         run.core.lost_time.waits("trainer", f"kind {number}", "7 of 8 samples are ready", float(number))
-    service = TestClient(create_app({"run": run}, token=None, loopback=True, shutdown=lambda: None))  # type: ignore[dict-item]
+    service = TestClient(create_app(fleet({"run": run}), token=None, loopback=True, shutdown=lambda: None))
     one = service.get("/v1/runs/run/why/history", params={"last": 2}).json()
     assert [item["kind"] for item in one["items"]] == ["kind 3", "kind 4"] and one["seconds"]["trainer"]["kind 3"] == 1.0
     assert service.get("/v1/why/history").json()["run"]["items"][0]["kind"] == "kind 0"
