@@ -64,7 +64,9 @@ class Backlog:
 class Measured:
     """Of one run, since its process started."""
 
-    training_s: Rate = field(default_factory=Rate)  # of a batch, in all that the trainer does for it
+    training_s: Rate = field(
+        default_factory=Rate
+    )  # of a batch, from its choice to where the next may be chosen: plan, step, snapshot, save
     engine_s: Rate = field(default_factory=lambda: Rate(BY_TRAJECTORY))  # a trajectory's requests on their engines, gates open
     sample_s: Rate = field(default_factory=lambda: Rate(BY_SAMPLE))  # the slowest trajectory of a sample: both of the above
     aside_s: Rate = field(default_factory=lambda: Rate(BY_TRAJECTORY))  # a trajectory's time between its requests: tools

@@ -118,9 +118,11 @@ class Training:
                     await self._commit()
                     await self._recorded()
                     return
+                began = time.monotonic()
                 if self._assemble() is not None:
                     await core.db.durable()
                     await self._train(core.ledger.trained_version)
+                    core.measured.training_s.observe(time.monotonic() - began)
                     continue
             except (TrainerLost, TrainerRefused) as error:
                 if isinstance(error, TrainerRefused) and self._incarnation == await self._living_incarnation():
@@ -231,7 +233,6 @@ class Training:
         rate = trainer.learning_rate_at(batch_id, core.config.stop.batches)
         critic_rate = trainer.critic.learning_rate * rate / trainer.learning_rate if trainer.critic is not None else 0.0
         core.waiting("trainer", None)
-        began = time.monotonic()
         with self.busy.working():
             report = await self._trainer().train(
                 batch_id, core.ledger.epoch, rate, mini_batches, trainer.step_deadline_s, critic_lr=critic_rate
@@ -250,7 +251,6 @@ class Training:
             every = core.config.checkpoint.every
             if core.ledger.trained_version % every == 0:
                 await self._commit()
-        core.measured.training_s.observe(time.monotonic() - began)
 
     async def _snapshot(self) -> None:
         core = self._core
