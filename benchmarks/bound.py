@@ -109,16 +109,26 @@ def facts_of(trace: str, scale: Scale) -> Facts:
 # ---- one case ----------------------------------------------------------------------------------------------------------------
 
 
-def configuration(case: Case, scale: Scale, directory: Path, store: Path) -> dict[str, Any]:
-    """Of the run. The base checkpoint with more positions: nothing computes with it."""
+def longer_base(directory: Path) -> Path:
     model = directory / "model"
     shutil.copytree(BASE, model)
     config = json.loads((model / "config.json").read_text()) | {"max_position_embeddings": 1024}
     (model / "config.json").write_text(json.dumps(config))
+    return model
+
+
+def prompts(directory: Path) -> Path:
+    path = directory / "data.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"{number} =", "answer": ""}) + "\n" for number in range(1000)))
+    return path
+
+
+def configuration(case: Case, scale: Scale, directory: Path, store: Path) -> dict[str, Any]:
+    """Of the run. The base checkpoint with more positions: nothing computes with it."""
+    model = longer_base(directory)
     tokens = tokens_of(case.trace)
     lengths = directory / "lengths.txt"
     lengths.write_text("\n".join(map(str, tokens)))
-    (directory / "data.jsonl").write_text("".join(json.dumps({"prompt": f"{number} =", "answer": ""}) + "\n" for number in range(1000)))
     at_once = scale.slots // ENGINES
     pace = sum(tokens) / len(tokens) / scale.mean_s
     return {
@@ -126,7 +136,7 @@ def configuration(case: Case, scale: Scale, directory: Path, store: Path) -> dic
         "run_dir": str(directory / "run"),
         "seed": 1,
         "model": {"path": str(model)},
-        "data": str(directory / "data.jsonl"),
+        "data": str(prompts(directory)),
         "rollout": {
             "engines": ENGINES,
             "n": N,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +28,23 @@ class ScriptedProcesses(Processes):
             return [part.replace("trainer.main", "benchmarks.scripted_trainer") for part in argv] + ["--tau", str(TAU_S[0])]
 
         return replace(spec, build=build)
+
+    async def run(self) -> None:
+        probe = asyncio.create_task(loop_lag(self._config.directory / "loop_lag.txt"), name="loop lag")
+        try:
+            await super().run()
+        finally:
+            probe.cancel()
+
+
+async def loop_lag(path: Path) -> None:
+    """One line for each look, a hundred a second: how many milliseconds after its time the event loop came to it."""
+    loop = asyncio.get_running_loop()
+    with path.open("w") as file:
+        while True:
+            due = loop.time() + 0.01
+            await asyncio.sleep(0.01)
+            file.write(f"{max(0.0, loop.time() - due) * 1000:.3f}\n")
 
 
 def main() -> int:

@@ -25,7 +25,7 @@ def test_the_configuration_of_the_overlap_benchmark_is_accepted(tmp_path, bound)
     assert config.staleness.bound == bound and config.stop.batches == 40
 
 
-@pytest.mark.parametrize("name", ["bound", "client", "overlap", "push", "recovery", "start", "trainer"])
+@pytest.mark.parametrize("name", ["bound", "client", "driver", "overlap", "push", "recovery", "start", "trainer"])
 def test_every_benchmark_knows_quick_and_json(name):
     root = Path(__file__).parents[1]
     env = {**os.environ, "PYTHONPATH": str(root)}
