@@ -90,6 +90,7 @@ class Measured:
     score_s: float
     pace: float  # of the engines' tokens, over the nominal one: below 1 where they got too little CPU
     load: float
+    waits: dict[str, float]  # share of the time that the trainer and the rollout side waited, by kind of reason (headrace why --history)
 
 
 def tokens_of(trace: str) -> list[int]:
@@ -204,6 +205,10 @@ class Service:
         engines = sum(_cpu_s(process["pid"]) for process in self.get("/processes") if process["role"] == "engine")
         return _cpu_s(self._process.pid), engines
 
+    def waited_s(self) -> dict[str, float]:
+        sides = self.get("/why/history")["seconds"]
+        return {f"{side}: {kind}": seconds for side, kinds in sides.items() for kind, seconds in kinds.items()}
+
     def close(self) -> None:
         self._process.terminate()
         try:
@@ -226,16 +231,17 @@ def measure(case: Case, scale: Scale, console: Console) -> Measured:
         (directory / "config.yaml").write_text(yaml.safe_dump(configuration(case, scale, directory, store)))
         service = Service(directory, facts.tau_s)
         try:
-            began: tuple[float, tuple[float, float]] | None = None
+            began: tuple[float, tuple[float, float], dict[str, float]] | None = None
             while (trained := service.trained()) < scale.warm + batches:
                 if began is None and trained >= scale.warm:
-                    began = (time.monotonic(), service.cpu_s())
+                    began = (time.monotonic(), service.cpu_s(), service.waited_s())
                 if console.is_terminal:
                     console.print(f"{case.name}: batch {trained} of {scale.warm + batches}", end="\r", highlight=False)
                 time.sleep(min(1.0, facts.tau_s / 2))
             assert began is not None
             span_s = time.monotonic() - began[0]
             driver_s, engines_s = (now - then for now, then in zip(service.cpu_s(), began[1], strict=True))
+            waits = {kind: (seconds - began[2].get(kind, 0.0)) / span_s for kind, seconds in service.waited_s().items()}
             history = service.get("/batches", last=1000)
             gauges, counts = service.gauges(), service.get()["trajectories"]
             seconds = service.get("/whatif", s=case.bound)["seconds"]
@@ -264,6 +270,7 @@ def measure(case: Case, scale: Scale, console: Console) -> Measured:
         score_s=seconds["score"],
         pace=scale.mean_s / MEAN_TOKENS / seconds["token"],
         load=os.getloadavg()[0],
+        waits={kind: round(share, 4) for kind, share in waits.items() if share > 0.001},
     )
 
 
@@ -353,6 +360,9 @@ def show(results: dict[Case, Measured], scale: Scale, console: Console) -> list[
             f"{one.driver_us:.0f}",
         )
     console.print(table)
+    for case, one in results.items():
+        shares = ", ".join(f"{kind} {share:.1%}" for kind, share in sorted(one.waits.items(), key=lambda item: -item[1]))
+        console.print(f"{case.name} waited: {shares or 'for nothing'}", highlight=False, soft_wrap=True)
     return rows
 
 
