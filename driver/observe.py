@@ -134,6 +134,7 @@ def queues(run: Run) -> dict[str, Any]:
             "binding": decision.binding if decision else None,
             "caps": vars(decision.caps) if decision else None,
             "kv_bound": run.dispatch.kv_room.bound if run.dispatch.kv_room else None,
+            "demand": run.watermark.wanted(),
         },
         "oldest_open": None
         if oldest is None
