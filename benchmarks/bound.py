@@ -300,7 +300,7 @@ def with_lags(facts: Facts, measured: Measured) -> Facts:
 def show_policies(scale: Scale, traces: Sequence[str], console: Console) -> dict[str, dict[str, Any]]:
     """Policies of others, and A4 itself, in the model without lags."""
     found: dict[str, dict[str, Any]] = {}
-    batches = 300 if scale is FULL else 100
+    batches = 300 if scale.slots == FULL.slots else 100
     for trace in traces:
         facts = replace(facts_of(trace, scale), ahead=None)
         outcomes = {
@@ -373,9 +373,12 @@ def main() -> int:
     parser.add_argument("--results", type=Path, metavar="DIR", help="a case that has its file here is not measured again")
     parser.add_argument("--only", nargs="+", metavar="CASE", help="mild-S3, heavy-S7 …")
     parser.add_argument("--more", action="store_true", help="S = 2 and 5 too")
+    parser.add_argument("--mean-s", type=float, metavar="S", help="mean length; the longer, the less the driver's own delays weigh")
     options = parser.parse_args()
-    console = Console()
+    console = Console() if Console().is_terminal else Console(width=140)
     scale = QUICK if options.quick else FULL
+    if options.mean_s is not None:
+        scale = replace(scale, mean_s=options.mean_s)
     traces = ["mild"] if options.quick else list(TRACES)
     bounds = (0, 1, 2, 3, 5, 7) if options.more else (0, 1, 3, 7)
     cases = [Case(trace, bound) for bound, trace in itertools.product(sorted(bounds, reverse=True), traces)]  # the quick ones first
@@ -384,7 +387,8 @@ def main() -> int:
         if strange := [name for name in options.only if name not in known]:
             parser.error(f"no case {strange[0]!r}; they are called {', '.join(list(known)[:4])} …")
         cases = [known[name] for name in options.only]
-    directory = options.results or Path("runs") / ("bound-quick" if options.quick else "bound")
+    name = ("bound-quick" if options.quick else "bound") + (f"-{options.mean_s:g}s" if options.mean_s is not None else "")
+    directory = options.results or Path("runs") / name
     directory.mkdir(parents=True, exist_ok=True)
     results: dict[Case, Measured] = {}
     for case in cases:
