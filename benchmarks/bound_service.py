@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -38,13 +39,14 @@ class ScriptedProcesses(Processes):
 
 
 async def loop_lag(path: Path) -> None:
-    """One line for each look, a hundred a second: how many milliseconds after its time the event loop came to it."""
+    """One line for each look, a hundred a second: how many milliseconds after its time the event loop came to it, and how many of CPU its
+    thread used since the look before: what other processes take from a shared machine is in the first number only."""
     loop = asyncio.get_running_loop()
     with path.open("w") as file:
         while True:
-            due = loop.time() + 0.01
+            due, used = loop.time() + 0.01, time.thread_time()
             await asyncio.sleep(0.01)
-            file.write(f"{max(0.0, loop.time() - due) * 1000:.3f}\n")
+            file.write(f"{max(0.0, loop.time() - due) * 1000:.3f} {(time.thread_time() - used) * 1000:.3f}\n")
 
 
 def main() -> int:
