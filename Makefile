@@ -86,6 +86,7 @@ figures: setup
 	$(BIN)/python -m benchmarks.recovery --quick
 	$(BIN)/python -m benchmarks.push --quick
 	$(BIN)/python -m benchmarks.bound --quick
+	$(BIN)/python -m benchmarks.ledger --quick
 
 clean:
 	rm -rf $(VENV) $(SGLANG_VENV) dist runs demo_summary.json

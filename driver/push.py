@@ -132,6 +132,10 @@ class Pusher:
         except (EngineError, TimeoutError) as error:
             log.warning("%s was left in the middle of a push: %s", slot.engine_id, error or f"no answer within {LEAVE_S:.0f} s")
 
+    def verified(self, version: str) -> bool:
+        """Did these weights, on this life of an engine, pass every check?"""
+        return version in self._verified
+
     async def trusted(self, answer: Prefix) -> Prefix:
         """The tokens of this answer that verified weights made: all of them, but for a push that did not pass its checks.
 

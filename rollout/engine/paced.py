@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rollout.engine.control import Control
-from rollout.engine.request import LogProb, Request, finish_aborted_running, finish_failed, finish_length
+from rollout.engine.request import LogProb, Request, finish_aborted_running, finish_failed, finish_length, finish_stop
 from rollout.engine.scheduler import Scheduler
 from rollout.engine.settings import PACED_LOG_PROB
 
@@ -55,7 +55,8 @@ class PacedScheduler(Scheduler):
         tokens = made.choices(possible, k=TABLE_TOKENS)
         # Twice, so that a slice that starts inside never has to wrap around.
         self._tokens = tokens * 2
-        self._lengths = _drawn(settings.paced_lengths, settings.random_seed)
+        self._lengths = _draws(settings.paced_lengths, settings.random_seed)
+        self._drawn: set[str] = set()  # requests that end by a drawn length
         self._pairs: list[LogProb] = [[-made.expovariate(1.0), token, None] for token in tokens] * 2
         self._work = asyncio.Event()
         self._published_s = self._paused_at_s = 0.0
@@ -77,8 +78,10 @@ class PacedScheduler(Scheduler):
             self._deliver([request])
             return
         if self._lengths is not None:
-            most = min(next(self._lengths), request.sampling.max_new_tokens)
-            request.sampling = replace(request.sampling, max_new_tokens=most)
+            drawn = next(self._lengths)
+            if drawn < request.sampling.max_new_tokens:
+                request.sampling = replace(request.sampling, max_new_tokens=drawn)
+                self._drawn.add(request.rid)
         self._accept(request)
         self._work.set()
 
@@ -167,10 +170,25 @@ class PacedScheduler(Scheduler):
             self.generated_tokens += count
         if request.aborting:
             return finish_aborted_running()
-        return finish_length(most) if had + count >= most else None
+        if had + count < most:
+            return None
+        if request.rid not in self._drawn:
+            return finish_length(most)
+        self._drawn.discard(request.rid)
+        return self._ends_by_itself(request)
+
+    def _ends_by_itself(self, request: Request) -> dict[str, Any]:
+        """It ends by itself, with a token that says so."""
+        eos = min(self.model.config.eos_ids, default=None)
+        if eos is None:
+            return finish_length(len(request.output_ids))
+        request.output_ids[-1] = eos
+        if request.return_logprob:
+            request.output_logprobs[-1] = [request.output_logprobs[-1][0], eos, None]
+        return finish_stop(eos)
 
 
-def _drawn(path: Path | None, seed: int) -> Iterator[int] | None:
+def _draws(path: Path | None, seed: int) -> Iterator[int] | None:
     """Lengths of answers for ever. ValueError, in words, for a file that has none."""
     if path is None:
         return None

@@ -38,6 +38,7 @@ class Settings:
     paced: float | None = None
     paced_lengths: Path | None = None
     paced_pushes: bool = False
+    slow_step: float = 0.0
     faults: Path | None = None
     allow_faults: bool = False
 
@@ -93,6 +94,9 @@ def parse_flags(arguments: list[str]) -> Settings:
         action="store_true",
         help=f"with --paced: weights are taken and compared like any engine's, and every prompt token has the log-prob {PACED_LOG_PROB:g}",
     )
+    parser.add_argument(
+        "--slow-step", type=_seconds, default=default.slow_step, metavar="SECONDS", help="for tests and benchmarks: sleep in every step"
+    )
     parser.add_argument("--faults", type=Path, metavar="FILE", help="for tests: fail as this JSON script says (rollout/engine/faults.py)")
     parser.add_argument("--allow-faults", action="store_true", help="for tests: POST /faults replaces the script of a running engine")
     settings = Settings(**vars(parser.parse_args(arguments)))
@@ -105,6 +109,13 @@ def _rate(text: str) -> float:
     value = float(text)
     if not 0.0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is no number of tokens a second; it must be above 0")
+    return value
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0.0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is no number of seconds; it must be 0 or more")
     return value
 
 

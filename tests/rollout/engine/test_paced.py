@@ -8,10 +8,10 @@ import pytest
 
 from rollout.answer import EngineError
 from rollout.client import EngineClient, make_http
-from rollout.engine.paced import _drawn
+from rollout.engine.paced import _draws
 from rollout.engine.settings import PACED_LOG_PROB, parse_flags
 
-from .conftest import SOURCES, Served, wait_for
+from .conftest import EOS, SOURCES, Served, wait_for
 
 BASE = SOURCES / "examples" / "sort_digits" / "base"
 PROMPT = [80, 81, 82, 35, 60]
@@ -131,7 +131,9 @@ async def test_answers_have_the_lengths_of_a_file_and_pushes_pass_where_a_benchm
         client = EngineClient(served.url, http, vocab_size=259)
         for number, length in enumerate(drawn[:12]):
             answer = await client.generate(PROMPT, sampling(64), f"drawn-{number:03d}", stall_s=60.0, version=VERSION)
-            assert (len(answer.output_ids), answer.finish_reason) == (min(length, 64), "length")
+            ends = "stop" if length < 64 else "length"
+            assert (len(answer.output_ids), answer.finish_reason) == (min(length, 64), ends)
+            assert (answer.output_ids[-1] == EOS) == (ends == "stop")
         assert await client.score_sequence(PROMPT) == [PACED_LOG_PROB] * (len(PROMPT) - 1)
         assert set((await client.checksums())["ranks"][0]["checksums"]) > {"model.norm.weight"}, "of the weights it holds"
         await client.begin_update()
@@ -144,7 +146,7 @@ async def test_answers_have_the_lengths_of_a_file_and_pushes_pass_where_a_benchm
 def test_lengths_that_cannot_be_drawn_from_are_refused_in_a_sentence(tmp_path, text, words) -> None:
     (tmp_path / "lengths.txt").write_text(text)
     with pytest.raises(ValueError, match=words):
-        _drawn(tmp_path / "lengths.txt", 0)
+        _draws(tmp_path / "lengths.txt", 0)
 
 
 @pytest.mark.parametrize("flags", [["--paced-lengths", "lengths.txt"], ["--paced-pushes"]])
