@@ -386,7 +386,7 @@ async def test_a_trajectory_that_is_with_its_tools_leaves_its_place_at_the_engin
     assert (dispatch.turns.asking, dispatch._room()) == (0, 4), "between two turns"
     await dispatch.turns.generate(trajectory, 1, [5])
     assert seen == [(1, 3, True)] * 2
-    dispatch.turns.forget(trajectory.traj_uid)
+    dispatch.turns.forget(trajectory)
     assert dispatch.turns.asking == 0
 
 
