@@ -9,26 +9,33 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import driver.processes
 import driver.run
 from driver.config import load_config
 from driver.life import ProcessSpec
+from driver.process_specs import Specs
 from driver.processes import Processes
 from driver.up import main as up
 
 TAU_S = [0.0]
 
 
-class ScriptedProcesses(Processes):
+class ScriptedSpecs(Specs):
     """Starts `benchmarks.scripted_trainer` where the product starts `trainer.main`."""
 
-    def _trainer(self) -> ProcessSpec:
-        spec = super()._trainer()
+    def trainer(self) -> ProcessSpec:
+        spec = super().trainer()
 
         def build(incarnation: int, port: int) -> list[str]:
             argv = spec.build(incarnation, port)
+            assert "trainer.main" in argv
             return [part.replace("trainer.main", "benchmarks.scripted_trainer") for part in argv] + ["--tau", str(TAU_S[0])]
 
         return replace(spec, build=build)
+
+
+class ProbedProcesses(Processes):
+    """Beside the product's, a look at how late the event loop is."""
 
     async def run(self) -> None:
         probe = asyncio.create_task(loop_lag(self._config.directory / "loop_lag.txt"), name="loop lag")
@@ -55,7 +62,8 @@ def main() -> int:
     parser.add_argument("--tau", type=float, required=True, help="seconds a batch")
     options = parser.parse_args()
     TAU_S[0] = options.tau
-    driver.run.Processes = ScriptedProcesses  # type: ignore[misc]
+    driver.processes.Specs = ScriptedSpecs  # type: ignore[misc]
+    driver.run.Processes = ProbedProcesses  # type: ignore[misc]
     return up(load_config(options.config), exit_when_done=False, quiet=True)
 
 
