@@ -21,7 +21,7 @@ def add_routes(app: FastAPI, runs: dict[str, Run], run_of: Callable[[str], Run])
     async def answered(run: Run, bounds: list[int]) -> dict[str, Any]:
         if len(bounds) > MOST_BOUNDS or not all(0 <= bound <= LARGEST_BOUND for bound in bounds):
             raise HTTPException(422, f"at most {MOST_BOUNDS} bounds at a time, each from 0 to {LARGEST_BOUND}")
-        bound = run.config.staleness.bound
+        bound = run.core.limits.bound
         try:
             asked = await asyncio.to_thread(of_run, run)
             async with one_at_a_time:

@@ -15,6 +15,7 @@ from driver.measured import Measured
 from rollout.load import Load
 
 AHEAD = 0.25  # of what engines run at once, so much more is sent: it waits there, and a slot that is free has its next request at once
+LEAST_KEPT = 0.05  # what the demand is divided by: a filter that takes nearly everything does not ask for the moon
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,7 @@ class Watermark:
         n: int,
         store_free_bytes: int,
         sample_bytes: int,
+        kept_share: float = 1.0,
     ) -> Decision:
         """The target now.
 
@@ -125,7 +127,8 @@ class Watermark:
         nobody, plus two batches, less what is `ready`. Ready piling up lowers it, a waiting trainer raises it. In flight and ready
         together are what is live: a number that only registrations and batches change, so holding it makes no waves. It is made of
         working times alone, so it stands still while engines, scorers or the trainer fail; and what queues before a slow scorer is in
-        flight, so that queue is no longer than the two batches.
+        flight, so that queue is no longer than the two batches. Of what is in flight
+        the filter keeps `kept_share`: for what the trainer takes that much more has to be under way.
         store_cap: what is in flight plus what the store has room for at worst-case size.
         """
         kv_cap = max(n, kv_slots + math.ceil(kv_slots * AHEAD)) + aside  # a sample is the least there can be
@@ -136,7 +139,8 @@ class Watermark:
             demand_cap = max(kv_cap, 2 * self.batch_trajectories)
         else:
             per_s, _ = demand
-            demand_cap = max(n, math.ceil(per_s * working_s) + 2 * self.batch_trajectories - ready)
+            wanted = math.ceil(per_s * working_s) + 2 * self.batch_trajectories - ready
+            demand_cap = max(n, math.ceil(wanted / max(LEAST_KEPT, kept_share)))
         caps = Caps(kv_cap, staleness_cap, demand_cap, store_cap)
         named = {"kv": kv_cap, "staleness": staleness_cap, "demand": demand_cap, "store": store_cap}
         binding = min(named, key=lambda name: named[name])

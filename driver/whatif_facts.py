@@ -98,8 +98,10 @@ def of_run(run: Run, trace: Path | None = None) -> Asked:
     slots = run.dispatch.kv_room.slots if run.dispatch.kv_room is not None else 0
     enough = len(measured.lengths) >= max(FEWEST_LENGTHS, run.config.batch.samples * run.config.rollout.n)
     if trace is not None or not slots or not enough or measured.token_s.value is None:
-        return of_config(run.config, trace)
-    return _of_measured(run.config, measured, slots, f"the run's last {len(measured.lengths)} answers")
+        asked = of_config(run.config, trace)
+    else:
+        asked = _of_measured(run.config, measured, slots, f"the run's last {len(measured.lengths)} answers")
+    return replace(asked, facts=replace(asked.facts, samples=run.core.limits.samples))  # they may have been changed since the start
 
 
 def _of_tokens(config: RunConfig, tokens: Sequence[float], slots: int) -> Facts:
@@ -201,7 +203,7 @@ def read_kept(directory: Path) -> Measured | None:
 
 async def say(run: Run) -> None:
     """One line in the log at a run's start, where lengths are known. Nothing waits for it, and nothing fails with it."""
-    bound = run.config.staleness.bound
+    bound = run.core.limits.bound
     try:
         asked = await asyncio.to_thread(of_run, run)
         found = await ask(asked.facts, bounds_with(bound))

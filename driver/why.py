@@ -89,6 +89,7 @@ class Because:
     kind: str
     reason: str
     seconds: float
+    whole: bool = False  # the reason is a sentence that names its side
 
     @property
     def sentence(self) -> str:
@@ -104,17 +105,18 @@ def explain(facts: Facts) -> list[Because]:
     found += [because for engine in facts.engines if (because := _engine(facts, engine)) is not None]
     named = {because.side for because in found}
     found += [Because(engine_id, "absent", reason, 0.0) for engine_id, reason in facts.absent.items() if engine_id not in named]
-    # An engine that is being replaced has a wait of its own, and perhaps no slot.
+    # An engine that is being replaced has a wait of its own, and perhaps no slot; so have a filter that takes everything, and a role.
     found += [
-        Because(name, wait.kind, wait.reason, wait.idle_s)
+        Because(name, wait.kind, wait.reason, wait.idle_s, whole=True)
         for wait in facts.waits
-        if wait.side.startswith("engine ") and (name := wait.side.removeprefix("engine ")) not in named
+        if wait.side not in SIDES and (name := wait.side.removeprefix("engine ")) not in named
     ]
     return found
 
 
 def sentence(facts: Facts) -> str:
-    """The one that a person asks for: why the slower side waits, what it waits for in turn, and which engines are out of use."""
+    """The one that a person asks for: why the slower side waits, what it waits for in turn, which engines and roles are out of use, and
+    whether the filter takes everything."""
     if facts.over is not None:
         return facts.over
     found = {because.side: because for because in explain(facts)}
@@ -126,7 +128,7 @@ def sentence(facts: Facts) -> str:
     # Shut is the moment of a push, which every engine has with every batch: no news to a person.
     lost = [b for s, b in found.items() if s not in SIDES and b.kind not in ("shut", "idle")]
     said = "; ".join(parts)
-    parts += [b.reason if b.reason.startswith(b.side) else f"{b.side} {b.reason}" for b in lost if b.side not in said]
+    parts += [b.reason if b.whole or b.reason.startswith(b.side) else f"{b.side} {b.reason}" for b in lost if b.side not in said]
     return "; ".join(parts) or "Nothing waits: engines and trainer are both at work."
 
 

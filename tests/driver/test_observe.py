@@ -1,7 +1,9 @@
 import time
 from collections import deque
+from pathlib import Path
 from types import SimpleNamespace
 
+from driver.config import load_config
 from driver.core import Core
 from driver.ledger import Ledger
 from driver.ledger_db import LedgerDB
@@ -14,16 +16,18 @@ from rollout.version import Version
 def test_H7_batches_that_train_nothing_raise_an_alarm_that_names_the_cause():
     batch = {"skipped": "every advantage is 0", "batch_id": 1}
     well = SimpleNamespace(failure=None)
-    quiet = SimpleNamespace(
-        prefixes=well, snapshot=well, evaluator=None, history=SimpleNamespace(recent=deque([{"skipped": None}, *[batch] * 4]))
-    )
-    assert alarms(quiet) == []
+
+    def run(batches: int, **other: object) -> SimpleNamespace:
+        history = SimpleNamespace(recent=deque([{"skipped": None}, *[batch] * batches]))
+        others = {"holds": SimpleNamespace(alarms=list), "bias": SimpleNamespace(alarms=[])}
+        parts = others | {"prefixes": well, "snapshot": well, "evaluator": None, "core": SimpleNamespace(alarms={}), "history": history}
+        return SimpleNamespace(**(parts | other))
+
+    assert alarms(run(4)) == []
     full = SimpleNamespace(failure="the snapshot of ready rows is behind: disk full")
-    assert alarms(SimpleNamespace(**(vars(quiet) | {"snapshot": full}))) == [full.failure]
-    loud = SimpleNamespace(
-        prefixes=well, snapshot=well, evaluator=None, history=SimpleNamespace(recent=deque([{"skipped": None}, *[batch] * 5]))
-    )
-    assert "last 5 batches trained nothing (every advantage is 0)" in alarms(loud)[0]
+    assert alarms(run(4, snapshot=full)) == [full.failure]
+    assert "last 5 batches trained nothing (every advantage is 0)" in alarms(run(5))[0]
+    assert alarms(run(4, core=SimpleNamespace(alarms={"filter": "everything is filtered"}))) == ["everything is filtered"]
 
 
 async def test_engines_show_our_requests_their_own_reports_with_their_age_and_how_many_got_what_they_preferred():
@@ -63,7 +67,8 @@ def test_L1_where_the_time_of_a_run_went_is_told_with_its_newest_waits():
 
 def test_L1_a_side_waits_since_it_began_whatever_its_reasons_since(tmp_path):
     db = LedgerDB(tmp_path / "ledger.sqlite")
-    core = Core(None, Ledger(), db, None, None)  # type: ignore[arg-type]
+    config = load_config(Path(__file__).parents[2] / "examples/sort_digits/config.yaml")
+    core = Core(config, Ledger(), db, None, None)  # type: ignore[arg-type]
     core.waiting("trainer", "7 of 8 samples are ready", "samples")
     began = core.waits["trainer"].began
     core.waiting("trainer", "batch 3 is held for sample 9", "held")

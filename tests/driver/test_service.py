@@ -9,6 +9,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from driver.config import load_config
+from driver.limits import Limits
 from driver.lost_time import LostTime
 from driver.measured import Measured
 from driver.service import create_app
@@ -17,7 +18,7 @@ CONFIG = Path(__file__).parents[2] / "examples/sort_digits/config.yaml"
 
 
 def run_with(measured: Measured, config) -> SimpleNamespace:
-    core = SimpleNamespace(run_id="run", measured=measured, lost_time=LostTime())
+    core = SimpleNamespace(run_id="run", measured=measured, lost_time=LostTime(), limits=Limits(2, 16))
     return SimpleNamespace(core=core, config=config, dispatch=SimpleNamespace(kv_room=SimpleNamespace(slots=64)))
 
 
@@ -57,20 +58,9 @@ def test_the_openapi_names_every_call_of_the_command_line():
     paths = client().get("/openapi.json").json()["paths"]
     run = "/v1/runs/{run}"
     wanted = ["", "/datasets", "/datasets/{dataset_id}/rows", "/datasets/{dataset_id}/close", "/trajectories", "/trajectories/{traj_uid}"]
-    wanted += [
-        "/staleness",
-        "/queues",
-        "/engines",
-        "/why",
-        "/why/history",
-        "/whatif",
-        "/pause",
-        "/resume",
-        "/drain",
-        "/cancel",
-        "/logs/{role}",
-        "/batches",
-    ]
+    wanted += ["/datasets/{dataset_id}", "/datasets/{dataset_id}/solved", "/mixes"]
+    wanted += ["/staleness", "/queues", "/engines", "/why", "/pause", "/resume", "/drain", "/cancel", "/logs/{role}", "/batches", "/bias"]
+    wanted += ["/why/history", "/whatif"]
     assert {run + tail for tail in wanted} <= paths.keys()
     assert {
         "/v1/runs",

@@ -88,6 +88,13 @@ def test_in_flight_is_not_decoding_what_waits_for_a_tool_or_a_scorer_takes_no_sl
     assert aside.watermark == plain.watermark + 500
 
 
+def test_V7_what_the_filter_takes_is_under_way_beside_what_the_trainer_does():
+    watermark = Watermark(32)
+    working(watermark, training_s=4.0, sample_s=2.0)
+    assert decide(watermark, kept_share=0.5).caps.demand_cap == 2 * (16 + 64)
+    assert decide(watermark, kept_share=0.0).caps.demand_cap == 20 * (16 + 64), "and no more than so much"
+
+
 def test_L0_a_sample_larger_than_the_engines_slots_still_goes():
     assert decide(Watermark(128), kv_slots=4, in_flight=0).caps.kv_cap >= 8
 

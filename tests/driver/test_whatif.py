@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from driver.cli import app
 from driver.config import load_config
+from driver.limits import Limits
 from driver.measured import Measured
 from driver.whatif import Facts, Reached, advice, simulate, what_if
 from driver.whatif_facts import NothingKnown, answer, ask, bounds_with, keep, of_config, of_run, read_kept, read_lengths
@@ -166,7 +167,7 @@ def measured() -> Measured:
 
 def test_a_run_is_asked_about_with_what_it_has_measured(tmp_path):
     config = load_config(CONFIG, [f"run_dir={tmp_path}", "rollout.sampling.max_new_tokens=40", "rollout.context_length=128"])
-    core, dispatch = SimpleNamespace(measured=measured()), SimpleNamespace(kv_room=SimpleNamespace(slots=96))
+    core, dispatch = SimpleNamespace(measured=measured(), limits=Limits(2, 16)), SimpleNamespace(kv_room=SimpleNamespace(slots=96))
     asked = of_run(SimpleNamespace(core=core, dispatch=dispatch, config=config))
     facts = asked.facts
     assert (facts.slots, facts.samples, facts.n, facts.ahead) == (96, 16, 8, 24)

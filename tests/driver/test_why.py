@@ -148,5 +148,12 @@ def test_a_push_that_goes_on_is_no_reason_to_wait_and_no_engine_is_named_twice()
     assert sentence(Facts((rollout,), engines=(starting,))) == f"rollout idle 41.0 s: {rollout.reason}"
 
 
+def test_H7_the_sentence_names_a_filter_that_takes_everything_whoever_waits_for_it():
+    takes = waiting("filter", "the filter took the last 80 samples one after another", "filter")
+    assert sentence(Facts((takes,))) == takes.reason
+    short = replace(SHORT, reason="3 of 4 samples are ready")
+    assert sentence(Facts((short, takes))).endswith("s: 3 of 4 samples are ready; the filter took the last 80 samples one after another")
+
+
 def test_a_run_that_is_over_says_so_and_nothing_else():
     assert sentence(Facts((SHORT,), over="The run has stopped: disk full")) == "The run has stopped: disk full"
