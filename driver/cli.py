@@ -21,7 +21,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from driver import commands_bias, commands_datasets, commands_evaluation, commands_runs, selfcheck
+from driver import commands_bias, commands_datasets, commands_evaluation, commands_runs, commands_whatif, selfcheck
 from driver.commands_ledger import ledger_app
 from driver.commands_roles import add_role_commands
 from driver.config import ConfigError, load_config
@@ -42,6 +42,8 @@ for command in (
     commands_bias.bias,
     commands_evaluation.evaluations,
     commands_evaluation.evaluate,
+    commands_whatif.whatif,
+    commands_whatif.why,
 ):
     app.command()(command)
 for of_datasets in (commands_datasets.datasets, commands_datasets.append, commands_datasets.close, commands_datasets.mix):
@@ -270,13 +272,6 @@ def ps(url: Url = None, run: RunName = None) -> None:
 
 
 @app.command()
-def why(url: Url = None, run: RunName = None) -> None:
-    """The constraint that binds now, in a sentence."""
-    service = Service(url)
-    out.print(service.call("GET", f"/v1/runs/{service.run(run)}/why")["sentence"], highlight=False)
-
-
-@app.command()
 def logs(
     role: Annotated[str, typer.Argument(help="driver, engine-0, trainer-0, reward-0 …")] = "driver",
     url: Url = None,
@@ -342,6 +337,7 @@ def config_check(config: Path, overrides: Sets = None) -> None:
     for section, names in SECRETS.items():
         dumped[section] |= {name: "(set)" for name in names if dumped[section][name]}
     out.print(yaml.safe_dump(dumped, sort_keys=False), highlight=False, end="")
+    commands_whatif.say_whatif(checked, err)
 
 
 @app.command()

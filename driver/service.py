@@ -21,7 +21,7 @@ from prometheus_client.core import GaugeMetricFamily
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
-from driver import observe, service_datasets
+from driver import observe, service_datasets, service_whatif, service_why
 from driver.config import ConfigError, parse_config
 from driver.datasets import DatasetError
 from driver.feed import FeedError
@@ -258,6 +258,8 @@ def create_app(fleet: Runs, *, token: str | None, loopback: bool, shutdown: Call
         text = await asyncio.to_thread((run.log_directory / f"{role}.log").read_text, "utf-8", "replace")
         return PlainTextResponse("\n".join(text.splitlines()[-lines:]) + "\n")
 
+    service_why.add_routes(app, runs, run_of)
+    service_whatif.add_routes(app, runs, run_of)
     service_datasets.add_routes(app, run_of)
     add_bias_routes(app, RunDep)
     add_limit_routes(app, RunDep)
