@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -449,3 +450,16 @@ def test_how_fast_tokens_come_is_measured_from_the_first_chunk_to_the_last():
         clock.now += seconds
         pace.came(tokens)
     assert pace.decoded == (24, 3.0)
+
+
+async def test_W4_an_engine_that_only_answers_500_makes_no_row_and_no_reward(parts):
+    dispatch, trajectory, engines = parts
+    core = dispatch._core
+    engine = ScriptedEngine(*[refusal(500, "internal error")] * 4)
+    engines(engine)
+    dispatch._rows[0] = DataRow(0, "sort 1 =", None, "1", "sort", {})
+    dispatch._tasks[trajectory.traj_uid] = asyncio.current_task()
+    await dispatch._trajectory(core.ledger.samples[0], trajectory)
+    assert not engine.script and trajectory.infrastructure_attempts == 3, "asked again, within its budget"
+    assert trajectory.outcome == "discarded" and trajectory.reason.startswith("infrastructure: ") and "500" in trajectory.reason
+    assert trajectory.reward is None and trajectory.leaves == () and core.store.stats().objects == 0
