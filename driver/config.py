@@ -47,7 +47,12 @@ def parse_config(raw: dict[str, Any], base: Path) -> RunConfig:
         config = RunConfig.model_validate(raw)
     except ValidationError as error:
         raise ConfigError(_explain(error)) from None
-    return _check_files(config, base)
+    try:
+        return _check_files(config, base)
+    except ConfigError:
+        raise
+    except (OSError, ValueError) as error:  # a path with a NUL in it, or longer than the file system allows
+        raise ConfigError(f"a path in the configuration cannot be looked at: {str(error)[:500]}") from error
 
 
 def set_key(raw: dict[str, Any], override: str) -> None:

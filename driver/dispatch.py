@@ -40,7 +40,7 @@ from rollout.pool import EnginePool
 from rollout.tokens import TokenizerView
 from rollout.tree import Trajectory as Tree
 from rollout.tree import row_columns
-from rollout.workflow import Task, single_turn
+from rollout.workflow import Task, Workflow, WorkflowFailed, single_turn
 from store import Ref
 
 log = logging.getLogger("headrace.dispatch")
@@ -61,8 +61,10 @@ class Dispatch:
         on_cut: Callable[[str, int], None] = lambda traj_uid, tokens: None,
         routing: Routing | None = None,
         prefixes: PrefixLog | None = None,
+        workflow: Workflow = single_turn,
     ) -> None:
         self._on_cut = on_cut
+        self._workflow = workflow
         self._routing = routing
         self._core = core
         self._pool = pool
@@ -364,7 +366,13 @@ class Dispatch:
             turns += 1
             return await self.turns.generate(trajectory, turns - 1, list(input_ids))
 
-        return await single_turn(Task(tuple(prompt), row.fields), generate)
+        while True:
+            try:
+                return await self._workflow(Task(tuple(prompt), row.fields), generate)
+            except WorkflowFailed as error:  # no turn of it is kept: what the environment made of them is gone
+                retry(self._core, trajectory, "data", f"workflow: {error}")
+                self.turns.begin_again(trajectory)
+                turns = 0
 
     # ---- rows and scores -----------------------------------------------------------------------------------------------
 

@@ -176,6 +176,11 @@ class Turns:
         if trajectory.state != RUNNING:
             self.prefixes.ended(trajectory.traj_uid)
 
+    def begin_again(self, trajectory: Trajectory) -> None:
+        """Its next turn is its first: nothing of the turns before is kept."""
+        self.count_resampled(self.progress.pop(trajectory.traj_uid, 0))
+        self.prefixes.ended(trajectory.traj_uid)
+
     def count_resampled(self, tokens: int) -> None:
         """Sampled, and given back: kept over restarts."""
         if tokens:
@@ -230,7 +235,7 @@ class Turns:
                 whole = _complete(kept, stops, len(prompt_ids))
                 buffer.kept(kept, whole.finish_reason)
                 return whole
-            tried = trajectory.infrastructure_attempts
+            tried = trajectory.infrastructure_attempts + trajectory.data_attempts
             rid = f"{self._core.run_id}.{self._core.ledger.epoch}.{trajectory.traj_uid}.{turn:04d}.{tried:06d}.{part:06d}"
             room = budget - len(kept.output_ids)
             asked = min(room, config.part_tokens or room)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ import pytest
 
 from driver.config import load_config
 from driver.core import Core
+from driver.datasets import DataRow
 from driver.dispatch import Dispatch
 from driver.feed import Feed
 from driver.ledger import Ledger
@@ -24,6 +26,7 @@ from rollout.answer import EngineError, Generation, Prefix, refusal
 from rollout.pool import EnginePool
 from rollout.tokens import TokenizerView
 from rollout.version import Version
+from rollout.workflow import Task, WorkflowFailed
 from store import EmbeddedStore
 from tests.driver.conftest import ready, register
 
@@ -348,6 +351,30 @@ async def test_in_deterministic_mode_a_retry_keeps_its_seed(parts):
     assert len(seeds) == 1 and other not in seeds and 0 <= other < 2**63
 
 
+async def test_W5_a_workflow_whose_environment_breaks_in_turn_3_is_tried_again_from_its_prompt_and_then_given_up_with_its_reason(parts):
+    dispatch, trajectory, engines = parts
+    asked: list[list[int]] = []
+
+    async def three_turns(task: Task, generate: Any) -> Any:
+        ids = list(task.prompt_ids)
+        for turn in range(3):
+            asked.append(ids)
+            if turn == 2:
+                raise WorkflowFailed("the sandbox is gone")
+            ids = [*ids, *(await generate(ids)).output_ids]
+
+    dispatch._workflow = three_turns
+    engine = ScriptedEngine(*[answer(9, EOS)] * 4)
+    engines(engine)
+    sample = dispatch._core.ledger.samples[0]
+    dispatch._rows[sample.uid] = DataRow(0, "sort 12 =", None, "12", "sort", {})
+    with pytest.raises(GivenUp, match="data: workflow: the sandbox is gone"):
+        await dispatch._to_ready(sample, trajectory, lambda: None)
+    assert [len(ids) - len(asked[0]) for ids in asked] == [0, 2, 4] * 2, "the second try began at the prompt"
+    assert trajectory.data_attempts == 1 and trajectory.state == "running" and not trajectory.leaves, "nothing of it is a row"
+    assert len({rid for _, _, rid in engine.asked}) == 4, "request ids are unique"
+
+
 async def test_a_trajectory_that_lost_a_request_says_nothing_of_how_long_one_takes(parts):
     """A minute of failing engines would otherwise be the time in flight by which the watermark plans the next."""
     dispatch, trajectory, engines = parts
@@ -423,3 +450,16 @@ def test_how_fast_tokens_come_is_measured_from_the_first_chunk_to_the_last():
         clock.now += seconds
         pace.came(tokens)
     assert pace.decoded == (24, 3.0)
+
+
+async def test_W4_an_engine_that_only_answers_500_makes_no_row_and_no_reward(parts):
+    dispatch, trajectory, engines = parts
+    core = dispatch._core
+    engine = ScriptedEngine(*[refusal(500, "internal error")] * 4)
+    engines(engine)
+    dispatch._rows[0] = DataRow(0, "sort 1 =", None, "1", "sort", {})
+    dispatch._tasks[trajectory.traj_uid] = asyncio.current_task()
+    await dispatch._trajectory(core.ledger.samples[0], trajectory)
+    assert not engine.script and trajectory.infrastructure_attempts == 3, "asked again, within its budget"
+    assert trajectory.outcome == "discarded" and trajectory.reason.startswith("infrastructure: ") and "500" in trajectory.reason
+    assert trajectory.reward is None and trajectory.leaves == () and core.store.stats().objects == 0

@@ -109,3 +109,25 @@ def test_L1_the_history_of_why_is_asked_for_a_run_or_for_all(tmp_path):
     assert [item["kind"] for item in one["items"]] == ["kind 3", "kind 4"] and one["seconds"]["trainer"]["kind 3"] == 1.0
     assert service.get("/v1/why/history").json()["run"]["items"][0]["kind"] == "kind 0"
     assert service.get("/v1/why/history", params={"last": 301}).status_code == 422
+
+
+@pytest.mark.parametrize("origin", ["http://[::1", "null", "http://", "//testserver:99999999"])
+def test_O1_an_origin_that_is_no_url_is_another_site_and_no_fault_of_ours(origin):
+    reply = client().get("/v1/runs", headers={"origin": origin})
+    assert reply.status_code == 403 and "another site" in reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("base", ["a\0b", "x" * 5000, "𝄞" * 300])
+def test_O1_a_path_that_no_file_system_takes_is_refused_in_words(base):
+    for params, path in (({"base": base}, "model"), ({}, base)):
+        reply = client().post("/v1/config/check", params=params, json={"run_id": "r", "model": {"path": path}})
+        assert reply.status_code == 400 and reply.json()["error"]["message"], (reply.status_code, reply.text[:300])
+
+
+def test_every_answer_that_is_no_success_is_declared():
+    for path, methods in client().get("/openapi.json").json()["paths"].items():
+        for method, call in methods.items():
+            refused = call["responses"]["4XX"]["content"]["application/json"]["schema"]
+            assert refused["required"] == ["error"] and {"4XX", "503"} < call["responses"].keys(), (method, path)
+    submit = client().get("/openapi.json").json()["paths"]["/v1/runs/{run}/datasets"]["post"]
+    assert submit["requestBody"]["content"].keys() == {"application/octet-stream", "application/json"}
