@@ -70,12 +70,13 @@ def measure(running: int, seconds: float) -> dict[str, float]:
                 time.sleep(0.5)
             time.sleep(2 * running / RATE)
             lag = directory / "run" / "loop_lag.txt"
-            looks, began, before = len(lag.read_text().splitlines()), time.monotonic(), _done(service)
-            cpu = service.cpu_s()
+            before, cpu, began = _done(service), service.cpu_s(), time.monotonic()
+            time.sleep(1.0)  # these questions took the loop's time too, and are no part of its day
+            looks = len(lag.read_text().splitlines())
             time.sleep(seconds)
+            lines = [line.split() for line in lag.read_text().splitlines()[looks:-1]]
             cpu_s = [now - then for now, then in zip(service.cpu_s(), cpu, strict=True)]
             span_s, done = time.monotonic() - began, _done(service) - before
-            lines = [line.split() for line in lag.read_text().splitlines()[looks:-1]]
             lags, own = ([float(line[column]) for line in lines] for column in (0, 1))
         finally:
             service.close()
