@@ -14,88 +14,31 @@ import sys
 import time
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
-import httpx
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from driver import selfcheck
+from driver import commands_engines, selfcheck
 from driver.config import ConfigError, load_config
 from driver.doctor import examine
 from driver.keys import keys, section_at
 from driver.settings import SECRETS, RunConfig
+from driver.terminal import RunName, Service, Sets, Url, err, fail, out
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="Asynchronous reinforcement learning of language models.")
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    help="Asynchronous reinforcement learning of language models. A service with a token: put it into HEADRACE_TOKEN.",
+)
 config_app = typer.Typer(no_args_is_help=True, help="Look at configuration files.")
 app.add_typer(config_app, name="config")
 selfcheck_app = typer.Typer(no_args_is_help=True, help="Does what is yours keep its contract?")
 app.add_typer(selfcheck_app, name="selfcheck")
-out = Console()
-err = Console(stderr=True)
-
-Url = Annotated[
-    str | None, typer.Option(help="the service's address; default: HEADRACE_URL, or the newest one under ./runs", envvar="HEADRACE_URL")
-]
-RunName = Annotated[str | None, typer.Option("--run", help="which run; default: the only one")]
-Sets = Annotated[list[str] | None, typer.Option("--set", help="override one key: --set batch.samples=8")]
-
-
-def fail(text: str, status: int = 1) -> NoReturn:
-    err.print(f"[red]error[/red] {text}", highlight=False, soft_wrap=True)
-    raise typer.Exit(status)
-
-
-class Service:
-    """The REST client of the command line."""
-
-    def __init__(self, url: str | None, token: str | None = None) -> None:
-        token = token or os.environ.get("HEADRACE_TOKEN")
-        if url is None:
-            facts = newest_service()
-            if facts is None:
-                fail("no service is running here: start one with `headrace up CONFIG.yaml`, or give --url")
-            url, token = facts["url"], token or facts["token"]
-        headers = {"authorization": f"Bearer {token}"} if token else {}
-        self.url = url
-        self._http = httpx.Client(base_url=url, headers=headers, timeout=60.0, trust_env=False)
-
-    def call(self, method: str, path: str, **more: Any) -> Any:
-        try:
-            reply = self._http.request(method, path, **more)
-        except httpx.TransportError as error:
-            fail(f"no answer from {self.url} ({type(error).__name__}); is the service up? headrace up CONFIG.yaml")
-        if reply.status_code >= 400:
-            try:
-                fail(reply.json()["error"]["message"])
-            except (ValueError, KeyError, TypeError):
-                fail(f"{self.url}{path} answered {reply.status_code}: {reply.text[:300]}")
-        return reply.json() if reply.headers.get("content-type", "").startswith("application/json") else reply.text
-
-    def run(self, name: str | None) -> str:
-        if name is not None:
-            return name
-        runs = [r["run_id"] for r in self.call("GET", "/v1/runs")]
-        if len(runs) != 1:
-            fail(f"say which run: --run {' | '.join(runs)}")
-        return runs[0]
-
-
-def newest_service() -> dict[str, Any] | None:
-    """The newest service.json under ./runs whose process lives."""
-    for path in sorted(Path("runs").glob("*/service.json"), key=lambda p: p.stat().st_mtime, reverse=True):
-        try:
-            facts = json.loads(path.read_text())
-            os.kill(facts["pid"], 0)
-        except (OSError, ValueError, KeyError):
-            continue
-        return facts
-    return None
-
-
+for command in (commands_engines.engines, commands_engines.engine):
+    app.command()(command)
 # ---- starting and ending -------------------------------------------------------------------------------------------------
 
 
@@ -272,6 +215,8 @@ def status(
         table.add_row("last discard", facts["trajectories"]["last_discard"]["reason"])
     for alarm in facts["alarms"]:
         table.add_row("[red]alarm[/red]", alarm)
+    for words in facts["engines_out_of_use"]:
+        table.add_row("[yellow]engines[/yellow]", escape(words))
     for side, wait in facts["why"].items():
         table.add_row(f"{side} waits", f"{wait['seconds']:.1f} s: {wait['reason']}")
     out.print(table)
@@ -300,7 +245,7 @@ def list_trajectories(
     page = service.call("GET", f"/v1/runs/{service.run(run)}/trajectories", params=params)
     table = Table(box=None)
     for column in ("traj_uid", "state", "outcome", "reward", "version_tag", "batch_id", "attempts", "reason"):
-        table.add_column(column)
+        table.add_column(column, no_wrap=column == "traj_uid", min_width=len("s0000000000000012t0003") if column == "traj_uid" else None)
     for item in page["items"]:
         table.add_row(*("" if item[c.header] is None else str(item[c.header]) for c in table.columns))
     out.print(table)
@@ -312,13 +257,16 @@ def list_trajectories(
 def ps(url: Url = None, run: RunName = None) -> None:
     """The processes of a run."""
     service = Service(url)
+    name = service.run(run)
     table = Table(box=None)
     columns = ("role", "index", "state", "incarnation", "pid", "children", "url")
     for column in columns:
         table.add_column(column)
-    for process in service.call("GET", f"/v1/runs/{service.run(run)}/processes"):
+    for process in service.call("GET", f"/v1/runs/{name}/processes"):
         table.add_row(*(" ".join(map(str, v)) if isinstance(v := process[c], list) else str(v) for c in columns))
     out.print(table)
+    for words in service.call("GET", f"/v1/runs/{name}")["engines_out_of_use"]:
+        out.print(words, highlight=False, markup=False, soft_wrap=True)
 
 
 @app.command()

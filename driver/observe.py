@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import itertools
 import time
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from driver import engine_facts
 from driver.ledger import Trajectory, traj_uid_of
 
 if TYPE_CHECKING:
     from driver.run import Run
-    from rollout.slot import EngineSlot
 
 PAGE_ROWS = 100
 ALARM_SKIPPED_BATCHES = 5
@@ -51,7 +50,8 @@ def status(run: Run) -> dict[str, Any]:
         "staleness_bound": config.staleness.bound,
         "logprob_gap_max": run.history.gap_max,
         "datasets": [msgspec.to_builtins(d) for d in run.core.feed.datasets()],
-        "alarms": alarms(run),
+        "alarms": [*alarms(run), *engine_facts.alarms(run)],
+        "engines_out_of_use": engine_facts.out_of_use(run),
         "why": why(run)["waits"],
     }
 
@@ -144,38 +144,6 @@ def queues(run: Run) -> dict[str, Any]:
     }
 
 
-def engines(run: Run) -> list[dict[str, Any]]:
-    return [
-        {
-            "engine_id": slot.engine_id,
-            "url": slot.url,
-            "incarnation": slot.incarnation,
-            "state": slot.state,
-            "reason": slot.reason,
-            "version": None if slot.verified is None else str(slot.verified),
-            "open_requests": slot.open_requests,
-            "capacity": slot.capacity,
-            "served_requests": slot.served_requests,
-            "preferred_share": slot.preferred_requests / slot.preferring_requests if slot.preferring_requests else None,
-            "silent_s": round(slot.silent_s(), 3),
-            "load": _load(slot),
-            "busy_s": round(slot.busy_s(), 3),
-            "capabilities": None if slot.capabilities is None else asdict(slot.capabilities),
-            "push_skipped": list(run.pusher.skipped.get(slot.engine_id, ())),
-        }
-        for slot in run.pool.slots.values()
-    ]
-
-
-def _load(slot: EngineSlot) -> dict[str, Any] | None:
-    """What the engine last said of itself, and how old that is; `foreign` are the requests that are not ours."""
-    load, age_s = slot.load, slot.load_age_s()
-    if load is None or age_s is None:
-        return None
-    reported = {"running": load.running, "waiting": load.waiting, "foreign": load.foreign, "kv_use": load.kv_use}
-    return reported | {"max_running": load.max_running, "max_total_tokens": load.max_total_tokens, "age_s": round(age_s, 3)}
-
-
 def why(run: Run) -> dict[str, Any]:
     """For each side that waits, the constraint that binds, since when, in a sentence."""
     now = time.monotonic()
@@ -189,12 +157,18 @@ def sentence(run: Run) -> str:
         return f"The run has stopped: {run.failure}"
     if run.state in ("finished", "stopped"):
         return f"The run is {run.state}" + (f": {run.core.ledger.ended}." if run.core.ledger.ended else ".")
+    text = _idle_side(run)
+    news = [words for words in engine_facts.out_of_use(run) if words.partition(": ")[2] not in text or not words.partition(": ")[2]]
+    return "; ".join([text, *news]) if text else "; ".join(news) or "Nothing waits: engines and trainer are both at work."
+
+
+def _idle_side(run: Run) -> str:
     now = time.monotonic()
     waits = run.core.waits
     replaced = [waits[side].reason for side in waits if side.startswith("engine ")]
     side = next((side for side in ("trainer", "reward", "rollout") if side in waits), None)
     if side is None:
-        return "; ".join(replaced) or "Nothing waits: engines and trainer are both at work."
+        return "; ".join(replaced)
     upstream = next((s for s in ("reward", "rollout") if s in waits), None) if side == "trainer" else None
     because = [f"{upstream}: {waits[upstream].reason}"] if upstream else []
     return "; ".join([f"{side} idle {now - waits[side].since:.1f} s: {waits[side].reason}", *because, *replaced])

@@ -12,12 +12,15 @@ import logging
 import os
 import signal
 import sys
+import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from driver.engine_facts import Unused
 from driver.launcher import Died, Hung, LocalLauncher, LocalProcess, ProcessEvent, Quarantined, Ready, Started, StartFailed
 from driver.ledger import Upsert
 from driver.life import ProcessSpec
@@ -56,6 +59,7 @@ class Processes:
             for name, value in run.core.db.query("SELECT name, value FROM meta WHERE name LIKE 'incarnation/%'")
         }
         self._asking: set[asyncio.Task[None]] = set()
+        self._news: dict[str, tuple[float, str]] = {}  # of the run's own engines: when they began or died, and of what
 
     async def run(self) -> None:
         """Starts everything; then only the launcher's own failure, or a role that nothing can do without, ends it (by raising)."""
@@ -107,6 +111,16 @@ class Processes:
         started = [] if self._launcher is None else [p.url for p in self._launcher.processes.values() if p.spec.role == "engine"]
         return [*started, *(watched.url for watched in self.outside.engines.values())]
 
+    def unused_engines(self) -> Iterator[Unused]:
+        """The run's own as their processes are, whatever the pool knows of them."""
+        processes = {} if self._launcher is None else self._launcher.processes
+        for name, p in processes.items():
+            since, reason = self._news.get(name, (time.monotonic(), ""))
+            limit_s = p.spec.start_deadline_s if p.state == "starting" else None
+            state = {"starting": "starting", "ready": "starting", "quarantined": "quarantined"}.get(p.state, "gone")
+            if p.spec.role == "engine":
+                yield Unused(name, p.url, p.incarnation, state, reason, time.monotonic() - since, limit_s)
+
     @property
     def facts(self) -> list[dict[str, Any]]:
         """For REST: every process with its state."""
@@ -136,6 +150,9 @@ class Processes:
         if isinstance(event, Started):
             # Incarnations grow over restarts of the driver too: an old process is never taken for a new one.
             self.note_incarnation(name, event.incarnation)
+            self._news[name] = (time.monotonic(), "")
+            if event.role == "engine":
+                self._run.pool.absent[name] = "it is starting"
         elif isinstance(event, Ready):
             log.info("%s (incarnation %d) is ready at %s", name, event.incarnation, event.url)
             if event.role == "engine":
@@ -150,6 +167,7 @@ class Processes:
                 self._run.training.attach(event.url, None)
         elif isinstance(event, Died | Hung | Quarantined):
             log.warning("%s (incarnation %d): %s", name, event.incarnation, event.reason)
+            self._news[name] = (time.monotonic(), event.reason)
             self._gone(event, name)
         self._core.ring()
 
@@ -209,6 +227,7 @@ class Processes:
             slot = self._run.pool.slots.get(name)
             if slot is not None and slot.incarnation == event.incarnation:
                 self._run.pool.gone(slot, event.reason)
+            self._run.pool.absent[name] = event.reason
         elif event.role == "reward":
             self._run.scoring.detach(event.reason)
         elif event.role == "courier":

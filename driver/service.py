@@ -25,7 +25,7 @@ from prometheus_client.core import GaugeMetricFamily
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
-from driver import observe
+from driver import engine_facts, observe
 from driver.config import ConfigError, parse_config
 from driver.datasets import DatasetError, read_rows, resolve_under, scorable
 from driver.feed import FeedError
@@ -36,6 +36,7 @@ from rollout.address import NotAllowed
 
 MAX_UPLOAD_BYTES = 4 << 30
 MAX_JSON_BYTES = 64 << 10
+ENGINE_ANSWERS_S = 2.0
 
 
 class PathSubmit(BaseModel):
@@ -92,7 +93,9 @@ def create_app(runs: dict[str, Run], *, token: str | None, loopback: bool, shutd
         if token is not None and not open_path:
             given = request.headers.get("authorization", "")
             if not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
-                return _error(401, "send the service's token: Authorization: Bearer TOKEN")
+                return _error(
+                    401, "send the service's token: curl as Authorization: Bearer TOKEN, the command line takes it from HEADRACE_TOKEN"
+                )
         origin = request.headers.get("origin")
         if origin is not None and urlsplit(origin).netloc != request.headers.get("host"):
             return _error(403, "a page of another site may not use this service")  # a browser on this machine reaches loopback too
@@ -156,7 +159,7 @@ def create_app(runs: dict[str, Run], *, token: str | None, loopback: bool, shutd
 
     @app.get("/v1/engines", tags=["service"])
     async def all_engines() -> dict[str, Any]:
-        return {run_id: observe.engines(run) for run_id, run in runs.items()}
+        return {run_id: engine_facts.engines(run) for run_id, run in runs.items()}
 
     @app.get("/v1/why", tags=["service"])
     async def all_why() -> dict[str, Any]:
@@ -178,17 +181,19 @@ def create_app(runs: dict[str, Run], *, token: str | None, loopback: bool, shutd
 
     @app.get("/v1/runs/{run}/engines", tags=["runs"])
     async def run_engines(run: RunDep) -> list[dict[str, Any]]:
-        return observe.engines(run)
+        return engine_facts.engines(run)
 
     @app.post("/v1/runs/{run}/engines", tags=["engines"], status_code=201)
     async def add_engine(run: RunDep, body: EngineUrl) -> dict[str, str]:
-        """Use an engine that runs elsewhere, from now on and after restarts; it gets the current weights before its first request."""
+        """Use an engine that runs elsewhere, from now on and after restarts; it gets the current weights before its first request. The
+        answer says whether it answered within two seconds; it is asked on anyhow."""
         try:
             engine_id = run.processes.outside.add(body.url)
         except NotAllowed as error:
             raise HTTPException(400, str(error)) from None
         await run.core.db.durable()
-        return {"run_id": run.core.run_id, "engine_id": engine_id}
+        state, reason = await run.processes.outside.heard(engine_id, ENGINE_ANSWERS_S)
+        return {"run_id": run.core.run_id, "engine_id": engine_id, "state": state, "reason": reason}
 
     @app.delete("/v1/runs/{run}/engines/{engine_id}", tags=["engines"], status_code=202)
     async def remove_engine(run: RunDep, engine_id: str) -> dict[str, str]:

@@ -41,6 +41,9 @@ class EngineSlot:
         self.state: State = "starting"
         self.reason = "registered, not verified yet"
         self.verified: Version | None = None
+        self.was_open = False  # some push of this life was verified
+        self.weights_sent = False
+        self.push_error: Exception | None = None  # of the last push that failed
         self.capabilities: Capabilities | None = None  # None where nobody asked
         self.pid: int | None = None  # of its first process; None where another started it
         self.load: Load | None = None  # its last report
@@ -52,6 +55,7 @@ class EngineSlot:
         self._most_open = 0
         self._limits: set[asyncio.Timeout] = set()
         self._monotonic = monotonic
+        self._state_since_s = monotonic()
         self._busy = Stopwatch(monotonic)
         self._shut = Stopwatch(monotonic)
         self._silent = Stopwatch(monotonic)
@@ -63,6 +67,10 @@ class EngineSlot:
     def clock(self) -> float:
         """Seconds that pass only while the gate is not shut: what a request's progress is measured by."""
         return self._monotonic() - self._shut.elapsed_s()
+
+    def state_s(self) -> float:
+        """For how long it has been in its state."""
+        return self._monotonic() - self._state_since_s
 
     def busy_s(self) -> float:
         """For how long, in all, at least one request was open."""
@@ -129,6 +137,8 @@ class EngineSlot:
             raise EngineError("infrastructure", f"engine {self.engine_id}, incarnation {self.incarnation}, is gone: {self.reason}")
         if state not in NEXT_STATES[self.state]:
             raise ValueError(f"engine {self.engine_id} cannot go from {self.state} ({self.reason}) to {state} ({reason})")
+        if state != self.state:
+            self._state_since_s = self._monotonic()
         self.state = state
         self.reason = reason
         self._run_clocks()

@@ -2,9 +2,22 @@ from collections import deque
 from types import SimpleNamespace
 
 from driver.core import Wait
-from driver.observe import alarms, engines, sentence
+from driver.engine_facts import Unused, engines
+from driver.observe import alarms, sentence
 from rollout.pool import EnginePool
 from rollout.version import Version
+
+NOTHING_ELSE = SimpleNamespace(outside=SimpleNamespace(engines={}, unused=lambda: []), unused_engines=lambda: [])
+
+
+def test_L1_the_sentence_names_an_engine_that_is_away_while_others_serve_and_does_not_say_the_same_twice():
+    away = Unused("10.0.0.5:1", "http://10.0.0.5:1", 0, "away", "connection refused", 12.2)
+    processes = SimpleNamespace(outside=SimpleNamespace(engines={}, unused=lambda: [away]), unused_engines=lambda: [])
+    core = SimpleNamespace(waits={})
+    run = SimpleNamespace(core=core, failure=None, state="running", pool=EnginePool(), processes=processes)
+    assert sentence(run) == "engine 10.0.0.5:1 is away 12 s: connection refused"
+    core.waits["rollout"] = Wait("no engine is registered; 10.0.0.5:1: connection refused", 0.0)
+    assert sentence(run).count("connection refused") == 1
 
 
 def test_H7_batches_that_train_nothing_raise_an_alarm_that_names_the_cause():
@@ -26,7 +39,7 @@ async def test_engines_show_our_requests_their_own_reports_with_their_age_and_ho
     slot.reported({"loads": [rank | {"max_running_requests": 8, "token_usage": 0.25}]}, 3.0)
     async with pool.acquire(1.0, "test", prefer=slot), pool.acquire(1.0, "test", prefer=slot):
         clock.now += 2.5
-        shown, other = engines(SimpleNamespace(pool=pool, pusher=SimpleNamespace(skipped={})))
+        shown, other = engines(SimpleNamespace(pool=pool, pusher=SimpleNamespace(skipped={}), processes=NOTHING_ELSE))
     assert shown["load"] == {
         "running": 6,
         "waiting": 2,
@@ -42,7 +55,7 @@ async def test_engines_show_our_requests_their_own_reports_with_their_age_and_ho
 
 def test_L1_the_sentence_names_an_engine_that_is_being_replaced_whoever_waits_for_it():
     core = SimpleNamespace(waits={"engine engine-0": Wait("engine-0 is out of use: it hangs", 0.0)})
-    run = SimpleNamespace(core=core, failure=None, state="running")
+    run = SimpleNamespace(core=core, failure=None, state="running", pool=EnginePool(), processes=NOTHING_ELSE)
     assert "engine-0 is out of use: it hangs" in sentence(run)
     core.waits["trainer"] = Wait("3 of 4 samples are ready", 0.0)
     core.waits["rollout"] = Wait("all rows were sent", 0.0)
