@@ -21,7 +21,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from driver import commands_engines, selfcheck
+from driver import commands_engines, commands_runs, selfcheck
 from driver.config import ConfigError, load_config
 from driver.doctor import examine
 from driver.keys import keys, section_at
@@ -37,7 +37,7 @@ config_app = typer.Typer(no_args_is_help=True, help="Look at configuration files
 app.add_typer(config_app, name="config")
 selfcheck_app = typer.Typer(no_args_is_help=True, help="Does what is yours keep its contract?")
 app.add_typer(selfcheck_app, name="selfcheck")
-for command in (commands_engines.engines, commands_engines.engine):
+for command in (commands_runs.runs, commands_runs.begin, commands_engines.engines, commands_engines.engine):
     app.command()(command)
 # ---- starting and ending -------------------------------------------------------------------------------------------------
 

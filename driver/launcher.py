@@ -116,7 +116,6 @@ class LocalLauncher:
         self.processes: dict[str, LocalProcess] = {}
         self._on_event = on_event
         self._restarts = restarts or Restarts()
-        self._http = make_http()
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def start(self, spec: ProcessSpec) -> "LocalProcess":
@@ -124,10 +123,29 @@ class LocalLauncher:
         known = self.processes.get(spec.name)
         if known is not None and known.state not in ("quarantined", "ended"):
             raise ValueError(f"{spec.name} runs already; stop it first, or give the new one another index")
-        process = LocalProcess(spec, self._http, self._on_event, self._restarts)
+        process = LocalProcess(spec, self._on_event, self._restarts)
         self.processes[spec.name] = process
         process.task.add_done_callback(self._supervisor_ended)
         return process
+
+    def release(self, name: str) -> "LocalProcess":
+        """Stop watching a process without ending it, for another launcher to adopt. It dies with this driver all the same."""
+        process = self.processes.pop(name)
+        process.task.remove_done_callback(self._supervisor_ended)
+        process.on_event = lambda event: None
+        return process
+
+    def adopt(self, process: "LocalProcess", spec: ProcessSpec) -> None:
+        """Watch a process that another launcher released; from its next life on it is `spec`. What it is now is told as events."""
+        assert spec.name not in self.processes, spec.name
+        process.spec = spec
+        process.on_event = self._on_event
+        self.processes[spec.name] = process
+        process.task.add_done_callback(self._supervisor_ended)
+        if process.state in ("starting", "ready"):
+            self._on_event(Started(spec.role, spec.index, process.incarnation, process.url, process.pid))
+        if process.state == "ready":
+            self._on_event(Ready(spec.role, spec.index, process.incarnation, process.url))
 
     def _supervisor_ended(self, task: "asyncio.Task[None]") -> None:
         error = None if task.cancelled() else task.exception()
@@ -143,7 +161,6 @@ class LocalLauncher:
     async def stop(self, deadline_s: float) -> None:
         """End all processes together: asked first, killed after the deadline."""
         await asyncio.gather(*(process.stop(deadline_s) for process in self.processes.values()))
-        await self._http.aclose()
         if not self._ended.done():
             self._ended.set_result(None)
 
@@ -151,7 +168,7 @@ class LocalLauncher:
 class LocalProcess:
     """One supervised process. `progress` is the number of that name in its last health answer."""
 
-    def __init__(self, spec: ProcessSpec, http: Any, on_event: OnEvent, restarts: Restarts) -> None:
+    def __init__(self, spec: ProcessSpec, on_event: OnEvent, restarts: Restarts) -> None:
         self.spec = spec
         self.state: State = "starting"
         self.incarnation = spec.first_incarnation
@@ -159,8 +176,8 @@ class LocalProcess:
         self.url = ""
         self.health: dict[str, Any] = {}
         self.progress: float | None = None
-        self._http = http
-        self._on_event = on_event
+        self.on_event = on_event
+        self._http = make_http()
         self._restarts = restarts
         self._stop = asyncio.Event()
         self._stop_deadline_s = 0.0
@@ -226,6 +243,7 @@ class LocalProcess:
         finally:
             if self.state != "quarantined":
                 self.state = "ended"
+            await self._http.aclose()
 
     def _died(self, life: Life, reason: str) -> None:
         self.state = "waiting"
@@ -234,14 +252,14 @@ class LocalProcess:
         self._start_result = asyncio.get_running_loop().create_future()
         if not self.spec.restart:
             self._start_result.set_result(reason)
-        self._on_event(Died(self.spec.role, self.spec.index, self.incarnation, reason))
+        self.on_event(Died(self.spec.role, self.spec.index, self.incarnation, reason))
 
     def _quarantine(self, reason: str) -> None:
         often = f"{self._restarts.deaths} times within {self._restarts.within_s:g} s"
         text = f"{self.spec.name} died {often} and is left alone; the last time: {reason}"
         self.state = "quarantined"
         self._start_result.set_result(text)
-        self._on_event(Quarantined(self.spec.role, self.spec.index, self.incarnation, text))
+        self.on_event(Quarantined(self.spec.role, self.spec.index, self.incarnation, text))
 
     async def _live(self, life: Life) -> str:
         """One life from start to end; says why it ended. Whatever happens here, the child is gone afterwards."""
@@ -249,7 +267,7 @@ class LocalProcess:
         self._kill = asyncio.get_running_loop().create_future()
         self.pid, self.url = life.pid, life.url
         try:
-            self._on_event(Started(self.spec.role, self.spec.index, self.incarnation, self.url, life.pid))
+            self.on_event(Started(self.spec.role, self.spec.index, self.incarnation, self.url, life.pid))
             beats = asyncio.create_task(self._heartbeats(life))
             stop = asyncio.create_task(self._stop.wait())
             try:
@@ -280,13 +298,13 @@ class LocalProcess:
         life.was_ready = True
         self.state = "ready"
         self._start_result.set_result(None)
-        self._on_event(Ready(spec.role, spec.index, self.incarnation, self.url))
+        self.on_event(Ready(spec.role, spec.index, self.incarnation, self.url))
         missed = 0
         while missed < spec.misses:
             await asyncio.sleep(spec.heartbeat_s)
             missed = 0 if await self._is_healthy(life) else missed + 1
         reason = f"it hangs: {spec.misses} heartbeats of {spec.heartbeat_s:g} s without a healthy answer"
-        self._on_event(Hung(spec.role, spec.index, self.incarnation, reason))
+        self.on_event(Hung(spec.role, spec.index, self.incarnation, reason))
         return reason
 
     async def _is_healthy(self, life: Life) -> bool:

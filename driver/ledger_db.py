@@ -51,6 +51,9 @@ _KEYS = {
 }
 
 
+DATASET_TABLES = ("datasets", "segments", "dataset_rows")
+
+
 class LedgerError(RuntimeError):
     """The ledger can not be used; the text says why and what to do."""
 
@@ -115,7 +118,7 @@ class LedgerDB:
     @staticmethod
     def _open(path: Path) -> sqlite3.Connection:
         try:
-            connection = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
+            connection = sqlite3.connect(f"file:{path}", uri=True, check_same_thread=False, isolation_level=None)
             connection.execute("PRAGMA journal_mode = WAL")
             connection.execute("PRAGMA synchronous = FULL")
             version = connection.execute("PRAGMA user_version").fetchone()[0]
@@ -188,6 +191,19 @@ class LedgerDB:
             if self._connection.in_transaction:
                 self._connection.execute("ROLLBACK")
             raise
+
+    def take_datasets(self, other: Path) -> None:
+        """Copy all datasets of another ledger into this one, which has none yet."""
+        self._connection.execute("ATTACH DATABASE ? AS other", (f"file:{other}?mode=ro",))
+        try:
+            self._connection.execute("BEGIN IMMEDIATE")
+            for table in DATASET_TABLES:
+                self._connection.execute(f"INSERT INTO main.{table} SELECT * FROM other.{table}")
+            self._connection.execute("COMMIT")
+        finally:
+            if self._connection.in_transaction:
+                self._connection.execute("ROLLBACK")
+            self._connection.execute("DETACH DATABASE other")
 
     def close(self) -> None:
         """Write what is pending and let go of the ledger."""

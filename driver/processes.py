@@ -60,6 +60,9 @@ class Processes:
         }
         self._asking: set[asyncio.Task[None]] = set()
         self._news: dict[str, tuple[float, str]] = {}  # of the run's own engines: when they began or died, and of what
+        self.taken: list[LocalProcess] = []  # of the run before, which its launcher released
+        self.hand_over: frozenset[str] = frozenset()  # roles whose processes outlive this run
+        self.released: list[LocalProcess] = []
 
     async def run(self) -> None:
         """Starts everything; then only the launcher's own failure, or a role that nothing can do without, ends it (by raising)."""
@@ -68,7 +71,9 @@ class Processes:
         self._launcher = LocalLauncher(self._on_event)
         couriers = [self._courier()] if self._config.needs_courier else []
         specs = [self._trainer(), self._reward(), *couriers, *(self._engine(i) for i in range(self._config.rollout.engines))]
-        processes = [await self._launcher.start(spec) for spec in specs]
+        taken, self.taken = {process.spec.name: process for process in self.taken}, []
+        processes = [self._adopt(taken.pop(spec.name), spec) if spec.name in taken else await self._launcher.start(spec) for spec in specs]
+        await asyncio.gather(*(process.stop(STOP_DEADLINE_S) for process in taken.values()))  # more than this run wants
         self.outside.start()
         async with asyncio.TaskGroup() as group:
             for process in processes:
@@ -89,12 +94,21 @@ class Processes:
             log.warning("%s; trying once more", error)
             await process.wait_ready(process.spec.start_deadline_s)
 
+    def _adopt(self, process: LocalProcess, spec: ProcessSpec) -> LocalProcess:
+        assert self._launcher is not None
+        self._launcher.adopt(process, spec)
+        log.info("%s (incarnation %d) is taken over from the run before", spec.name, process.incarnation)
+        return process
+
     async def stop(self) -> None:
+        """End all processes but those of the roles to hand over, which are `released`."""
         for asking in self._asking:
             asking.cancel()
         await asyncio.gather(*self._asking, return_exceptions=True)
         await self.outside.stop()
         if self._launcher is not None:
+            ready = [name for name, p in self._launcher.processes.items() if p.spec.role in self.hand_over and p.state == "ready"]
+            self.released = [self._launcher.release(name) for name in ready]
             await self._launcher.stop(STOP_DEADLINE_S)
 
     async def replace(self, name: str, reason: str) -> None:

@@ -31,6 +31,8 @@ from driver.datasets import DatasetError, read_rows, resolve_under, scorable
 from driver.feed import FeedError
 from driver.ledger_db import LedgerError
 from driver.run import Run
+from driver.runs import Runs
+from driver.service_runs import add_routes as add_run_routes
 from driver.settings import SECRETS
 from rollout.address import NotAllowed
 
@@ -74,13 +76,16 @@ class _Metrics:
         return list(families.values())
 
 
-def create_app(runs: dict[str, Run], *, token: str | None, loopback: bool, shutdown: Callable[[], None]) -> FastAPI:
+def create_app(fleet: Runs, *, token: str | None, loopback: bool, shutdown: Callable[[], None]) -> FastAPI:
     """The app over these runs. `shutdown` asks the process to end in order."""
+    runs = fleet.runs
     app = FastAPI(title="Headrace", version="0.1.0", summary="Asynchronous reinforcement learning of language models")
     registry = CollectorRegistry()
     registry.register(_Metrics(runs))
 
     def run_of(run: str) -> Run:
+        if run in fleet.waiting:
+            raise HTTPException(409, f"run {run!r} has not begun: {fleet.waiting[run]}")
         if run not in runs:
             raise HTTPException(404, f"there is no run {run!r}; runs here: {', '.join(runs) or 'none'}")
         return runs[run]
@@ -145,10 +150,6 @@ def create_app(runs: dict[str, Run], *, token: str | None, loopback: bool, shutd
         """Check a configuration as `headrace config check` does; paths in it are relative to `base`."""
         return parse_config(config, Path(base)).model_dump(mode="json", exclude=SECRETS)
 
-    @app.get("/v1/runs", tags=["runs"])
-    async def list_runs() -> list[dict[str, Any]]:
-        return [observe.status(run) for run in runs.values()]
-
     @app.get("/v1/staleness", tags=["service"])
     async def all_staleness() -> dict[str, Any]:
         return {run_id: observe.staleness(run) for run_id, run in runs.items()}
@@ -164,6 +165,8 @@ def create_app(runs: dict[str, Run], *, token: str | None, loopback: bool, shutd
     @app.get("/v1/why", tags=["service"])
     async def all_why() -> dict[str, Any]:
         return {run_id: observe.why(run) for run_id, run in runs.items()}
+
+    add_run_routes(app, fleet)
 
     # ---- one run -------------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""The service process: one run, its REST server, its signals.
+"""The service process: its runs, their REST server, its signals.
 
 What can be known to be wrong is said before anything starts: a taken port, a store that does not fit, a ledger in use. SIGTERM and
 SIGINT end it in order (a second one at once, after a last word to engines of somebody else's). RUN_DIR/service.json says where it
@@ -25,6 +25,7 @@ from driver.config import ConfigError
 from driver.datasets import DatasetError, read_rows, scorable
 from driver.ledger_db import LedgerError
 from driver.run import Run
+from driver.runs import Runs
 from driver.service import create_app
 from driver.settings import RunConfig
 
@@ -94,6 +95,7 @@ async def serve(config: RunConfig, *, exit_when_done: bool) -> int:
     except (LedgerError, ValueError, OSError) as error:
         sock.close()
         raise CannotStart(str(error)) from error
+    runs = Runs(run)
     ended = asyncio.Event()
     at_once: asyncio.Task[None] | None = None
     loop = asyncio.get_running_loop()
@@ -104,16 +106,16 @@ async def serve(config: RunConfig, *, exit_when_done: bool) -> int:
             os._exit(130)
         if ended.is_set():
             log.warning("told to end a second time: ending at once; engines of somebody else's that a push has paused are left first")
-            at_once = asyncio.create_task(end_at_once([run]), name="ending at once")
+            at_once = asyncio.create_task(end_at_once(runs.runs.values()), name="ending at once")
             return
         ended.set()
         log.info("ending in order: the step in flight, a checkpoint, the ready rows; once more (Ctrl-C) ends at once")
-        run.stop()
+        runs.stop()
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, shutdown)
     loop.add_signal_handler(signal.SIGUSR1, log_tasks)
-    app = create_app({config.run_id: run}, token=config.service.token, loopback=config.service.loopback, shutdown=shutdown)
+    app = create_app(runs, token=config.service.token, loopback=config.service.loopback, shutdown=shutdown)
     server = _Server(uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=5))
     with announced(config, sock) as url:
         log.info("run %s listens on %s", config.run_id, url)
@@ -121,15 +123,12 @@ async def serve(config: RunConfig, *, exit_when_done: bool) -> int:
         try:
             if config.data is not None and run.core.ledger.ended is None:
                 await _submit_own(run, config.data)
-            await run.run()
-            if not exit_when_done and run.state in ("finished", "failed"):
-                log.info("run %s is %s; the service stays for reading until headrace down", config.run_id, run.state)
-                await ended.wait()
+            await runs.run(ended, exit_when_done=exit_when_done)
         finally:
             server.should_exit = True
             await serving
-            run.close()
-    return 1 if run.failure else 0
+            runs.close()
+    return 1 if runs.failed else 0
 
 
 async def end_at_once(runs: Iterable[Run]) -> None:

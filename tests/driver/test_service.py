@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from fastapi.testclient import TestClient
 
@@ -9,7 +11,10 @@ from driver.service import create_app
 
 
 def client(token: str | None = None, loopback: bool = True) -> TestClient:
-    return TestClient(create_app({}, token=token, loopback=loopback, shutdown=lambda: None), raise_server_exceptions=False)
+    return TestClient(
+        create_app(SimpleNamespace(runs={}, waiting={}), token=token, loopback=loopback, shutdown=lambda: None),
+        raise_server_exceptions=False,
+    )
 
 
 @pytest.mark.parametrize(
