@@ -216,7 +216,8 @@ def status(
     for alarm in facts["alarms"]:
         table.add_row("[red]alarm[/red]", alarm)
     for words in facts["engines_out_of_use"]:
-        table.add_row("[yellow]engines[/yellow]", escape(words))
+        if not any(alarm.partition(": ")[2] in words for alarm in facts["alarms"]):  # said already
+            table.add_row("[yellow]engines[/yellow]", escape(words))
     for side, wait in facts["why"].items():
         table.add_row(f"{side} waits", f"{wait['seconds']:.1f} s: {wait['reason']}")
     out.print(table)

@@ -7,7 +7,7 @@ it gets no request before a whole push. One that was started anew behind the sam
 not what the last push set. Nothing here can end such a process, so what a push would replace is left alone for a while instead, longer
 each time.
 
-An engine serves one run. One whose weights another run named, and which runs requests, is not taken: that run lives. One that another run
+An engine serves one run. One whose weights another run named, and whose requests go on, is not taken: that run lives. One that another run
 pushes to twice in a minute while this run has it is left to that run. A name alone says nothing: the run that gave it may have ended.
 """
 
@@ -31,7 +31,7 @@ from driver.snapshot import PushRefused
 from rollout.address import NotAllowed, allowed_host, checked_url, engine_id_of
 from rollout.answer import EngineError
 from rollout.client import EngineClient
-from rollout.load import load_of
+from rollout.load import Load, load_of
 from rollout.pool import EngineSlot
 from rollout.slot import State
 from rollout.version import parse_version
@@ -48,7 +48,7 @@ LONGEST_PAUSE_S = 10.0
 LONGEST_ALONE_S = 300.0  # after failed pushes: each of them stops what the engine does
 CONTESTED_S = 60.0  # two pushes of another run within this, and the engine is the other run's
 CONTESTED_PAUSE_S = 30.0  # the first; it doubles
-LOOKS = 3
+LOOKS = 4
 LOOK_S = 0.5
 AT_ONCE_S = 2.0  # for what is left to do when the service is to end at once
 SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
@@ -79,6 +79,7 @@ class Watched:
     asked: asyncio.Event = field(default_factory=asyncio.Event)
     again: asyncio.Event = field(default_factory=asyncio.Event)  # not to be waited for any longer
     contested_at: float | None = None
+    paused: tuple[str | None, float] | None = None  # under which name of another run's it is paused, since when
     wait_s: float = 0.0  # until it is asked again
 
 
@@ -290,7 +291,7 @@ class Outside:
         capabilities = await client.capabilities()
         run.transports.name_for(client, capabilities)
         await _same_model(client, run.model_facts, run.config.model.path)
-        named = await self._refuse_if_serving(client)
+        named = await self._refuse_if_serving(self.engines[engine_id], client)
         if not capabilities.embedded:
             await client.freeze_gc()
         incarnation = run.processes.last_incarnation(engine_id) + 1
@@ -299,20 +300,39 @@ class Outside:
         log.info("engine %s is taken, as incarnation %d", engine_id, incarnation)
         return run.processes.enroll(engine_id, client, incarnation, life, capabilities), named
 
-    async def _refuse_if_serving(self, client: EngineClient) -> str | None:
-        """The name of its weights. EngineError when another run gave it and requests run: that run lives."""
+    async def _refuse_if_serving(self, watched: Watched, client: EngineClient) -> str | None:
+        """The name of its weights. EngineError when another run gave it, and lives: requests go on, or the pause of its push may yet end.
+
+        That requests run is not enough: a paused server, and one whose run was killed, go on saying what they last counted.
+        """
         named = await client.says_version(deadline_s=ANSWER_S)
         other = run_named(named)
-        for look in range(LOOKS if other not in (None, self._run.config.run_id) else 0):
+        if other in (None, self._run.config.run_id):
+            return named
+        if await client.is_paused():
+            return self._refuse_if_paused_lately(watched, named, str(other))
+        watched.paused = None
+        before: Load | None = None
+        for look in range(LOOKS):
             if look:
                 await asyncio.sleep(LOOK_S)
             try:
-                running = load_of(await client.loads(), own=0, at_s=0.0, trust_s=1.0).running
+                load = load_of(await client.loads(), own=0, at_s=0.0, trust_s=1.0)
             except EngineError as error:
                 log.warning("%s does not say whether it runs requests: %s", client.url, error)
-                break
-            if running:
-                raise EngineError("configuration", _serves(client.url, str(other)))
+                return named
+            if load.running and before is not None and load.differs_from(before):
+                raise EngineError("configuration", _serves(str(other)))
+            before = load
+        return named
+
+    def _refuse_if_paused_lately(self, watched: Watched, named: str | None, other: str) -> str | None:
+        now, limit_s = time.monotonic(), self._run.config.push.deadline_s
+        if watched.paused is None or watched.paused[0] != named:
+            watched.paused = (named, now)
+        if now - watched.paused[1] < limit_s:
+            why = f"run {other} is pushing to it, or has left it paused: it is taken if it is still paused in {limit_s:.0f} s"
+            raise EngineError("infrastructure", why)
         return named
 
     async def _until_lost(self, watched: Watched, slot: EngineSlot, named: str | None) -> Loss:
@@ -341,7 +361,7 @@ class Outside:
                     return Loss("away", f"{error}, {MISSES} times in a row")
             else:
                 if said != named and (other := run_named(said)) is not None and other != ours:
-                    return Loss("away", _serves(slot.url, other), contested=True)
+                    return Loss("away", _serves(other), contested=True)
                 if expected is not None and slot.state == "open" and str(slot.verified) == expected != said:
                     return Loss(
                         "away", f"it says its weights are {said!r}, not {expected!r}: it was started anew, or another service pushes to it"
@@ -362,9 +382,9 @@ def run_named(version: str | None) -> str | None:
         return None
 
 
-def _serves(url: str, other: str) -> str:
+def _serves(other: str) -> str:
     return (
-        f"{url.partition('://')[2]} serves run {other}, and an engine serves one run: end that run, or take the engine out of one of them "
+        f"it serves run {other}, and an engine serves one run: end that run, or take the engine out of one of them "
         "(rollout.engine_urls, DELETE …/engines/ID)"
     )
 

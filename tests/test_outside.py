@@ -227,7 +227,7 @@ def test_E8_an_engine_serves_one_run_and_the_other_says_whose_it_is(service, eng
     try:
         second.up(f"rollout.engine_urls=[{engine.url},{own.url}]", "stop.batches=400")
         until = time.monotonic() + 60
-        words = f"{engine.id} serves run sort-digits, and an engine serves one run"
+        words = f"{engine.id}: it serves run sort-digits, and an engine serves one run"
         while not any(words in alarm for alarm in second.get("/v1/runs/other")["alarms"]):
             assert time.monotonic() < until, second.log()
             time.sleep(0.1)

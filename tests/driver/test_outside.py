@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -47,6 +48,7 @@ def lab(monkeypatch):
         model=SimpleNamespace(path=Path("/models/ours")),
         rollout=SimpleNamespace(engine_urls=["http://far:1"], engine_api_key=None, engine_admin_key=None),
         service=SimpleNamespace(engine_hosts=[]),
+        push=SimpleNamespace(deadline_s=1000.0),
     )
     run = SimpleNamespace(
         state="running",
@@ -77,6 +79,7 @@ def lab(monkeypatch):
         may_leave=asyncio.Event(),
         paused=False,
         running=0,
+        tokens=itertools.count(),
         run=run,
     )
     lab.may_leave.set()
@@ -99,7 +102,13 @@ def lab(monkeypatch):
         return lab.paused
 
     async def loads(_client):
-        rank = {"num_running_reqs": lab.running, "num_waiting_reqs": 0, "num_used_tokens": 0, "max_total_num_tokens": 9, "token_usage": 0.0}
+        rank = {
+            "num_running_reqs": lab.running,
+            "num_waiting_reqs": 0,
+            "num_used_tokens": next(lab.tokens),
+            "max_total_num_tokens": 9,
+            "token_usage": 0.0,
+        }
         return {"loads": [rank | {"max_running_requests": 8}]}
 
     monkeypatch.setattr(EngineClient, "loads", loads)
@@ -254,11 +263,30 @@ async def test_E8_an_engine_that_another_run_uses_is_not_taken_but_one_whose_run
     state, reason = await lab.outside.heard("far:1", 10)
     assert (state == "starting", lab.lives == [1]) == (taken, taken)
     if not taken:
-        assert state == "quarantined" and reason.startswith("far:1 serves run nc-far, and an engine serves one run")
-        assert "far:1 serves run nc-far" in engine_facts.alarms(lab.run)[0]
+        assert state == "quarantined" and reason.startswith("it serves run nc-far, and an engine serves one run")
+        assert "engine far:1: it serves run nc-far" in engine_facts.alarms(lab.run)[0]
         lab.running = 0
         await until(lambda: lab.lives == [1])
         assert engine_facts.alarms(lab.run) == []
+    await lab.outside.stop()
+
+
+async def test_E8_one_that_says_what_it_last_counted_before_its_run_was_killed_is_taken(lab):
+    lab.version, lab.running, lab.tokens = FOREIGN, 6, itertools.repeat(5)
+    lab.outside.start()
+    await until(lambda: lab.lives == [1])
+    await lab.outside.stop()
+
+
+async def test_E8_L3_one_that_another_run_has_paused_is_taken_when_that_can_be_no_push_any_more(lab):
+    lab.version, lab.paused, lab.running = FOREIGN, True, 6
+    lab.outside.start()
+    assert "run nc-far is pushing to it, or has left it paused" in (await lab.outside.heard("far:1", 10))[1]
+    await asyncio.sleep(0.1)
+    assert lab.lives == [] and engine_facts.alarms(lab.run) == []
+    lab.outside._run.config.push.deadline_s = 0.0
+    await until(lambda: lab.lives == [1])
+    lab.paused = False
     await lab.outside.stop()
 
 
@@ -273,7 +301,7 @@ async def test_E8_one_that_another_run_pushes_to_twice_is_left_to_it_with_no_cal
     lab.version = "nc-far/0/13/3"
     await until(lambda: shown(lab)["state"] == "quarantined")
     await until(lambda: lab.outside.engines["far:1"].wait_s >= 1000.0)
-    assert "far:1 serves run nc-far" in engine_facts.alarms(lab.run)[0]
+    assert "engine far:1: it serves run nc-far" in engine_facts.alarms(lab.run)[0]
     assert lab.lives == [1, 2] and lab.left == [], "calls between those of the other run's push may be illegal"
     lab.outside.add("http://far:1")  # somebody has ended the other run, and says so
     await until(lambda: lab.lives == [1, 2, 3])
