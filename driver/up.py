@@ -105,7 +105,7 @@ async def serve(config: RunConfig, *, exit_when_done: bool) -> int:
         if at_once is not None:
             os._exit(130)
         if ended.is_set():
-            log.warning("told to end a second time: ending at once; engines of somebody else's that a push has paused are left first")
+            log.warning("told to end a second time: ending at once; engines of somebody else's that a push has paused are let go first")
             at_once = asyncio.create_task(end_at_once(runs.runs.values()), name="ending at once")
             return
         ended.set()
