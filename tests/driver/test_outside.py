@@ -237,6 +237,7 @@ async def test_L1_one_that_never_answered_is_shown_with_its_state_the_reason_and
     assert lab.outside.engines["far:1"].since == since, "asked again and again, it is away since the first time"
     other = lab.pool.register("far:2", EngineClient("http://far:2", None), 1, 4)
     lab.pool.open(other, Version("r", 0, 1, 1))
+    assert {one["engine_id"]: one["state"] for one in engine_facts.engines(lab.run)} == {"far:1": "away", "far:2": "open"}
     assert engine_facts.out_of_use(lab.run) == ["engine far:1 is away 0 s: connection refused: nothing listens at http://far:1"]
     assert engine_facts.alarms(lab.run) == [], "it may come by itself"
     await lab.outside.stop()
