@@ -15,19 +15,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import orjson
 
 from driver.engine_facts import Unused
+from driver.engine_model import perhaps_another_model, same_model
 from driver.ledger import Upsert
-from driver.snapshot import PushRefused
 from rollout.address import NotAllowed, allowed_host, checked_url, engine_id_of
 from rollout.answer import EngineError
 from rollout.client import EngineClient
@@ -51,7 +49,6 @@ CONTESTED_PAUSE_S = 30.0  # the first; it doubles
 LOOKS = 4
 LOOK_S = 0.5
 AT_ONCE_S = 2.0  # for what is left to do when the service is to end at once
-SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
 ADDED = "engines added over REST"  # in the ledger's table `meta`
 UNFINISHED = ("shut", "quarantined")  # a push was cut short: the engine may be paused, with weights of two versions
 
@@ -250,7 +247,7 @@ class Outside:
                 if slot.was_open:  # what went before no longer counts
                     pause_s = alone_s = FIRST_PAUSE_S
                 elif loss.state == "quarantined" and slot.weights_sent:
-                    loss = Loss(loss.state, loss.reason + await _perhaps_another_model(slot, run.config.model.path))
+                    loss = Loss(loss.state, loss.reason + await perhaps_another_model(slot, run.config.model.path))
                 if loss.contested:
                     loss, wait_s, contested_s = self._contested(watched, loss, contested_s)
                 elif loss.state == "quarantined":
@@ -290,7 +287,7 @@ class Outside:
         run = self._run
         capabilities = await client.capabilities()
         run.transports.name_for(client, capabilities)
-        await _same_model(client, run.model_facts, run.config.model.path)
+        await same_model(client, run.model_facts, run.config.model.path)
         named = await self._refuse_if_serving(self.engines[engine_id], client)
         if not capabilities.embedded:
             await client.freeze_gc()
@@ -387,42 +384,3 @@ def _serves(other: str) -> str:
         f"it serves run {other}, and an engine serves one run: end that run, or take the engine out of one of them "
         "(rollout.engine_urls, DELETE …/engines/ID)"
     )
-
-
-async def _same_model(client: EngineClient, expected: dict[str, Any], model_path: Path) -> None:
-    """SGLang dies of a tensor whose shape does not fit, so what can be asked is asked. Raises EngineError."""
-    said = await client.model_info()
-    found = {name: said.get(name) for name in ("architectures", "model_type")}
-    if client.on_this_host:
-        found |= await asyncio.to_thread(_sizes, str(said.get("model_path")))
-    for name, value in found.items():
-        if value is not None and expected.get(name) is not None and value != expected[name]:
-            raise EngineError(
-                "configuration",
-                f"this server has another model than model.path: its /model_info names {said.get('model_path')!r}, with {name} {value}, "
-                f"and the run trains one with {expected[name]}; start it with --model-path {model_path}",
-            )
-
-
-def _sizes(model_path: str) -> dict[str, Any]:
-    """Of a checkpoint on this machine; empty when it is not there."""
-    try:
-        facts = json.loads((Path(model_path) / "config.json").read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return {name: facts.get(name) for name in SIZES} if isinstance(facts, dict) else {}
-
-
-async def _perhaps_another_model(slot: EngineSlot, model_path: Path) -> str:
-    """What may be behind the failure of a server's first push, once weights were sent; empty when that says nothing of its model."""
-    error = slot.push_error
-    try:
-        said = f"says {(await slot.client.model_info()).get('model_path')!r}"
-    except EngineError:
-        said = "does not answer any more"
-    remedy = f"(its /model_info {said}); start it with --model-path {model_path}"
-    if isinstance(error, PushRefused) or (isinstance(error, EngineError) and error.status is not None):
-        return f"; this server seems to have another model than model.path {remedy}"
-    if isinstance(error, EngineError):
-        return f"; a server dies of the push when its model is another than model.path {remedy}"
-    return ""

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from driver import engine_facts, outside
+from driver import engine_facts, engine_model, outside
 from driver.outside import Outside
 from driver.snapshot import PushRefused
 from rollout.address import NotAllowed, allowed_host, checked_url, engine_id_of
@@ -334,9 +334,9 @@ async def test_E10_sizes_of_a_checkpoint_on_this_machine_are_compared_before_any
             return {"model_path": str(tmp_path)}
 
     (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 64}))
-    await outside._same_model(Local(), {"hidden_size": 64}, Path("/m"))
+    await engine_model.same_model(Local(), {"hidden_size": 64}, Path("/m"))
     with pytest.raises(EngineError, match="hidden_size 64, and the run trains one with 128; start it with --model-path /m"):
-        await outside._same_model(Local(), {"hidden_size": 128}, Path("/m"))
+        await engine_model.same_model(Local(), {"hidden_size": 128}, Path("/m"))
 
 
 @pytest.mark.parametrize("answers", [True, False])
