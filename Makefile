@@ -85,6 +85,7 @@ figures: setup
 	$(BIN)/python -m benchmarks.client --quick
 	$(BIN)/python -m benchmarks.recovery --quick
 	$(BIN)/python -m benchmarks.push --quick
+	$(BIN)/python -m benchmarks.ledger --quick
 
 clean:
 	rm -rf $(VENV) $(SGLANG_VENV) dist runs demo_summary.json

@@ -20,11 +20,16 @@ OPERATORS = {">=": lambda a, b: a >= b, "<=": lambda a, b: a <= b}
 Aim = tuple[str, float]
 
 
-def arguments(description: str | None) -> argparse.Namespace:
+def flags(description: str | None) -> argparse.ArgumentParser:
+    """The flags that every benchmark has; it may add its own."""
     parser = argparse.ArgumentParser(description=(description or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="ends within 50 s; rougher figures")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures, the aims and which were met")
-    return parser.parse_args()
+    return parser
+
+
+def arguments(description: str | None) -> argparse.Namespace:
+    return flags(description).parse_args()
 
 
 def report(title: str, figures: dict[str, float], aims: dict[str, Aim], options: argparse.Namespace, packages: Sequence[str]) -> int:

@@ -21,7 +21,9 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from driver import commands_engines, commands_runs, selfcheck
+from driver import commands_engines, commands_evaluation, commands_runs, selfcheck
+from driver.commands_ledger import ledger_app
+from driver.commands_roles import add_role_commands
 from driver.config import ConfigError, load_config
 from driver.doctor import examine
 from driver.keys import keys, section_at
@@ -37,7 +39,11 @@ config_app = typer.Typer(no_args_is_help=True, help="Look at configuration files
 app.add_typer(config_app, name="config")
 selfcheck_app = typer.Typer(no_args_is_help=True, help="Does what is yours keep its contract?")
 app.add_typer(selfcheck_app, name="selfcheck")
-for command in (commands_runs.runs, commands_runs.begin, commands_engines.engines, commands_engines.engine):
+app.add_typer(ledger_app, name="ledger")
+for command in (
+    *(commands_runs.runs, commands_runs.begin, commands_evaluation.evaluations, commands_evaluation.evaluate),
+    *(commands_engines.engines, commands_engines.engine),
+):
     app.command()(command)
 # ---- starting and ending -------------------------------------------------------------------------------------------------
 
@@ -374,6 +380,9 @@ def selfcheck_loss(
     except ConfigError as error:
         fail(str(error), 2)
     raise typer.Exit(subprocess.run(argv).returncode)
+
+
+add_role_commands(app, Service, out, fail, Url, RunName, Sets)
 
 
 def main() -> None:

@@ -12,12 +12,12 @@ import difflib
 import json
 import os
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 import yaml
 from pydantic import ValidationError
 
-from driver.settings import ModelConfig, RewardConfig, RunConfig, ScorerConfig, TrainerConfig
+from driver.settings import ModelConfig, RunConfig, TrainerConfig
 from rollout.sglang.spec import has_cuda_device, located
 from trainer.layout import misfit
 
@@ -97,6 +97,12 @@ def _check_files(config: RunConfig, base: Path) -> RunConfig:
     data = (base / config.data).resolve() if config.data else None
     if data and not data.is_file():
         raise ConfigError(f"data: there is no file {data}")
+    evaluation = config.evaluation
+    if evaluation is not None:
+        held_out = (base / evaluation.data).resolve()
+        if not held_out.is_file():
+            raise ConfigError(f"evaluation.data: there is no file {held_out}")
+        evaluation = evaluation.model_copy(update={"data": held_out})
     roots = [(base / root).resolve() for root in config.service.data_roots]
     return config.model_copy(
         update={
@@ -104,7 +110,12 @@ def _check_files(config: RunConfig, base: Path) -> RunConfig:
             "rollout": rollout,
             "reward": config.reward.model_copy(update={"scorers": scorers}),
             "trainer": _trainer_files(trainer, base),
+            "roles": {
+                name: role.model_copy(update={"logic": _own_function(role.logic, base, f"roles.{name}.logic")})
+                for name, role in config.roles.items()
+            },
             "data": data,
+            "evaluation": evaluation,
             "service": config.service.model_copy(update={"data_roots": roots}),
         }
     )
@@ -197,13 +208,16 @@ def _explain(error: ValidationError) -> str:
 
 
 def _names_at(location: tuple[Any, ...]) -> list[str]:
-    """The field names of the section at a location; through mappings (scorers) by their value type."""
+    """The field names of the section at a location; through mappings (scorers, roles) by their value type."""
     section: Any = RunConfig
     for part in location:
+        if isinstance(section, dict):  # any name; what stands under it is of one kind
+            section = section[...]
+            continue
         field = section.model_fields.get(part) if hasattr(section, "model_fields") else None
         if field is None:
-            section = ScorerConfig if section is RewardConfig or part else section
             continue
         kinds = (field.annotation, *get_args(field.annotation))  # a section may be optional
-        section = next((kind for kind in kinds if hasattr(kind, "model_fields")), section)
+        found = next((kind for kind in kinds if hasattr(kind, "model_fields")), section)
+        section = {...: found} if get_origin(field.annotation) is dict else found
     return list(getattr(section, "model_fields", {}))

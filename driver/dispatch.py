@@ -25,6 +25,7 @@ from driver.core import Core
 from driver.datasets import DataRow
 from driver.events import Leaf, SampleDiscarded, SampleRegistered, TrajectoryDiscarded, TrajectoryReady
 from driver.ledger import DISCARDED, RUNNING, Sample, Trajectory
+from driver.prefix_log import PrefixLog
 from driver.push import Pusher
 from driver.routing import Routing
 from driver.scoring import ScoreFailed, Scoring
@@ -54,11 +55,12 @@ class Dispatch:
         *,
         on_discarded: Callable[[Sample, Trajectory], None],
         routing: Routing | None = None,
+        prefixes: PrefixLog | None = None,
     ) -> None:
         self._routing = routing
         self._core = core
         self._pool = pool
-        self.turns = Turns(core, pool, pusher, tokenizer, routing)
+        self.turns = Turns(core, pool, pusher, tokenizer, routing, prefixes)
         self._scoring = scoring
         self._tokenizer = tokenizer
         self._watermark = watermark
@@ -232,7 +234,7 @@ class Dispatch:
                 self._on_discarded(sample, trajectory)
         finally:
             generated()
-            self.turns.forget(trajectory.traj_uid)
+            self.turns.forget(trajectory)
             del self._tasks[trajectory.traj_uid]
             self.settle(sample)
             self._core.ring()

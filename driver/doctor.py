@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Literal
 
 from driver.config import ConfigError, load_config, weights_bytes
+from driver.planned import plan_of
+from driver.planner import PlanError
 from driver.settings import RunConfig
 from driver.transport import Transports
 from rollout.answer import EngineError
@@ -52,6 +54,8 @@ def examine(path: Path | None, overrides: list[str]) -> list[Finding]:
         except ConfigError as error:
             findings.append(Finding("configuration", "missing", str(error)))
     findings += [_trainer(config), _gpu(), _transformer_engine(), _sglang(config), _shared_memory(config), _files(config), _cores(config)]
+    if config is not None:
+        findings.append(_plan(config))
     if config is not None and (config.rollout.engine_urls or config.rollout.router_url):
         findings += asyncio.run(_elsewhere(config))
     return findings + list(_port(config))
@@ -90,6 +94,15 @@ async def _router(client: RouterClient) -> Finding:
     except EngineError as error:
         return Finding("router", "missing", f"{error}; start it, or take out rollout.router_url")
     return Finding("router", "ok", f"{client.url}, with {len(workers)} worker(s); a run adds its engines and removes them")
+
+
+def _plan(config: RunConfig) -> Finding:
+    """Roles, streams and what they need together; `headrace plan` shows it."""
+    try:
+        plan = plan_of(config)
+    except PlanError as error:
+        return Finding("plan", "missing", str(error))
+    return Finding("plan", "ok", "; ".join([f"{len(plan.placements)} processes (headrace plan)", *plan.warnings]))
 
 
 def _python() -> Finding:

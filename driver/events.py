@@ -111,6 +111,49 @@ class VersionServed(msgspec.Struct, frozen=True, kw_only=True):
     version: int
 
 
+class Found(msgspec.Struct, frozen=True, kw_only=True):
+    """What a start found of what was not finished, in trajectories. Ready and consumed ones by where their rows were."""
+
+    memory: int = 0
+    parked: int = 0
+    snapshot: int = 0
+    again: int = 0
+    """Ready, and its rows are nowhere: made again."""
+    consumed_without_rows: int = 0
+    """Their batch is made again, unless a checkpoint holds it."""
+    resumed: int = 0
+    """Running ones that go on from the prefix log."""
+    resumed_tokens: int = 0
+    from_prompt: int = 0
+    """Running ones without a prefix: sampled from their prompt."""
+
+
+class Restarted(msgspec.Struct, frozen=True, kw_only=True):
+    """The driver has started on a ledger that is not empty, and this is what it found."""
+
+    found: Found
+    time: float
+
+
+class EvaluationBegan(msgspec.Struct, frozen=True, kw_only=True):
+    """All trajectories of one evaluation are registered: `rows` samples of `n`, in no batch and under no bound."""
+
+    first_uid: int
+    rows: int
+    n: int
+    version: int
+    time: float
+
+
+class EvaluationEnded(msgspec.Struct, frozen=True, kw_only=True):
+    """Every trajectory of it ends here: (row, index, reward) as evaluated, (row, index, reason) as discarded."""
+
+    first_uid: int
+    rewards: tuple[tuple[int, int, float], ...]
+    failed: tuple[tuple[int, int, str], ...]
+    time: float
+
+
 class RunEnded(msgspec.Struct, frozen=True, kw_only=True):
     how: str
 
@@ -128,5 +171,8 @@ Event = (
     | VersionCommitted
     | EpochBegan
     | VersionServed
+    | EvaluationBegan
+    | EvaluationEnded
+    | Restarted
     | RunEnded
 )

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 
 import orjson
 
 from driver.archive import Archive, FinishedTrajectory
 from driver.core import Core
-from driver.ledger import Sample, Trajectory
+from driver.datasets import DataRow
+from driver.ledger import Sample, Trajectory, traj_uid_of
+from rollout.answer import Generation
 from rollout.tokens import TokenizerView
 from store import Gone, Ref
 
@@ -77,6 +80,49 @@ class Finished:
             started_at=trajectory.started_at,
             finished_at=time.time(),
             parts="{}",
+        )
+
+    def evaluated(
+        self,
+        row: DataRow,
+        *,
+        uid: int,
+        index: int,
+        version: int,
+        prompt_ids: Sequence[int],
+        made: Generation | None,
+        reward: float | None,
+        is_correct: bool | None,
+        reason: str | None,
+        attempts: int,
+        began: float,
+    ) -> None:
+        """A trajectory of an evaluation, scored or failed; to be written with the next flush."""
+        output = list(made.output_ids) if made is not None else []
+        spans = [] if made is None else [(*map(int, text.split("/")[1:3]), start, end) for text, start, end in made.spans]
+        before = len(prompt_ids) - 1 if output else 0  # positions of the prompt that come before the answer's
+        self.archive.append(
+            FinishedTrajectory(
+                traj_uid=traj_uid_of(uid, index),
+                uid=uid,
+                run_id=self._core.run_id,
+                dataset_id="evaluation",
+                row_index=row.row_index,
+                outcome="discarded" if reward is None else "evaluated",
+                reason=reason,
+                version_tag=version,
+                reward=reward,
+                is_correct=is_correct,
+                prompt=row.prompt if row.prompt is not None else orjson.dumps(row.messages).decode(),
+                response=self._tokenizer.decode(output),
+                input_ids=[*prompt_ids, *output] if output else [],
+                response_mask=[0] * before + [1] * len(output),
+                rollout_log_probs=[0.0] * before + (list(made.log_probs) if made is not None else []),
+                version_spans=[[epoch, number, before + start, before + end] for epoch, number, start, end in spans],
+                attempts=attempts,
+                started_at=began,
+                finished_at=time.time(),
+            )
         )
 
     def texts(self, trajectory: Trajectory) -> list[str]:

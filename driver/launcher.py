@@ -11,13 +11,14 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import orjson
 
 from driver.life import KILL_WAIT_S, Life, ProcessSpec, is_free
+from driver.progress import Progress
 from rollout.client import BROKEN, make_http
 
 log = logging.getLogger("headrace.launcher")
@@ -66,6 +67,13 @@ class Hung(ProcessEvent):
 
 
 @dataclass(frozen=True)
+class ChildHung(ProcessEvent):
+    """A child of it was ended, which the process replaces by itself."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
 class Died(ProcessEvent):
     reason: str
 
@@ -99,9 +107,12 @@ class Process(Protocol):
 
 
 class Launcher(Protocol):
-    """Where processes come from: this machine here, a cluster elsewhere."""
+    """Where processes come from: this machine here, a cluster elsewhere. A spec says on which host and devices the plan wants it."""
 
+    @property
+    def processes(self) -> Mapping[str, Process]: ...
     async def start(self, spec: ProcessSpec) -> Process: ...
+    async def end(self, name: str, deadline_s: float) -> None: ...
     async def watch(self) -> None: ...
     async def stop(self, deadline_s: float) -> None: ...
 
@@ -127,6 +138,13 @@ class LocalLauncher:
         self.processes[spec.name] = process
         process.task.add_done_callback(self._supervisor_ended)
         return process
+
+    async def end(self, name: str, deadline_s: float) -> None:
+        """One process, asked first and killed after the deadline; then it is not known any more."""
+        process = self.processes[name]
+        await process.stop(deadline_s)
+        if self.processes.get(name) is process:
+            del self.processes[name]
 
     def release(self, name: str) -> "LocalProcess":
         """Stop watching a process without ending it, for another launcher to adopt. It dies with this driver all the same."""
@@ -299,13 +317,30 @@ class LocalProcess:
         self.state = "ready"
         self._start_result.set_result(None)
         self.on_event(Ready(spec.role, spec.index, self.incarnation, self.url))
-        missed = 0
-        while missed < spec.misses:
-            await asyncio.sleep(spec.heartbeat_s)
-            missed = 0 if await self._is_healthy(life) else missed + 1
-        reason = f"it hangs: {spec.misses} heartbeats of {spec.heartbeat_s:g} s without a healthy answer"
+        reason = await self._until_hung(life)
         self.on_event(Hung(spec.role, spec.index, self.incarnation, reason))
         return reason
+
+    async def _until_hung(self, life: Life) -> str:
+        """Until it does not answer, or answers and its work stands still; of a child that was stopped, the child is ended."""
+        spec, missed = self.spec, 0
+        progress = Progress(spec.stall_s)
+        while True:
+            await asyncio.sleep(spec.heartbeat_s)
+            missed = 0 if await self._is_healthy(life) else missed + 1
+            if missed >= spec.misses:
+                reason = f"it hangs: {spec.misses} heartbeats of {spec.heartbeat_s:g} s without a healthy answer"
+            elif not missed and (stood_s := progress.stands_for_s(self.health, time.monotonic())) is not None:
+                reason = f"it hangs: it answers and is busy, and its work has stood still for {stood_s:.1f} s"
+            else:
+                continue
+            stopped = life.end_stopped_children() if spec.children is not None else []
+            if not stopped:
+                return reason
+            who = ", ".join(stopped)
+            self.on_event(ChildHung(spec.role, spec.index, self.incarnation, f"{reason}; {who} was stopped from outside and is replaced"))
+            missed = 0
+            progress.again()
 
     async def _is_healthy(self, life: Life) -> bool:
         try:

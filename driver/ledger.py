@@ -4,7 +4,8 @@ Promise: `registered = running + ready + consumed + finished` after every event 
 evaluated or discarded with a reason (A2). An event that is not legal in the present state raises `IllegalEvent` and changes nothing.
 
 Mechanism: the live part (unfinished samples, uncommitted batches, counters) is kept here in plain objects; each event answers with
-the rows to upsert, which `ledger_db` commits in groups. No clock, no I/O: times and ids come inside the events.
+the rows to upsert, which `ledger_db` commits in groups. Counters are rows too: an event writes the ones that it changed, with their new
+value, so that a start reads them and never the rows of what has ended. No clock, no I/O: times and ids come inside the events.
 
     running ──TrajectoryReady──▶ ready ──BatchAssembled──▶ consumed ──VersionCommitted─▶ finished(trained)
        │                           │                          │
@@ -25,8 +26,11 @@ from driver.events import (
     BatchAssembled,
     BatchUnmade,
     EpochBegan,
+    EvaluationBegan,
+    EvaluationEnded,
     Event,
     Leaf,
+    Restarted,
     RowsLost,
     RunEnded,
     SampleDiscarded,
@@ -40,7 +44,10 @@ from driver.events import (
 
 RUNNING, READY, CONSUMED, FINISHED = "running", "ready", "consumed", "finished"
 TRAINED, EVALUATED, DISCARDED = "trained", "evaluated", "discarded"
+EVALUATION = -1  # the segment of held-out rows, which are in no dataset of the run
 ASSEMBLED, APPLIED, COMMITTED = "assembled", "applied", "committed"
+UNMADE = "unmade"  # of a batch: its number is given again
+STATE, OUTCOME, REASON, STALENESS = "state", "outcome", "reason", "staleness"  # kinds of counters
 
 
 class IllegalEvent(RuntimeError):
@@ -82,6 +89,11 @@ class Sample:
     deadline_batch: int
     trajectories: list[Trajectory]
     batch_id: int | None = None
+
+    @property
+    def evaluation(self) -> bool:
+        """Of a held-out row: in no batch, in no bound."""
+        return self.segment == EVALUATION
 
     @property
     def waiting(self) -> bool:
@@ -126,6 +138,7 @@ def kind_of(reason: str) -> str:
 class Ledger:
     def __init__(self) -> None:
         self.last_discard: tuple[str, str] | None = None  # traj_uid and reason in full
+        self._changed: dict[tuple[str, str], None] = {}  # counters that the present event has changed, by kind and name
         self.samples: dict[int, Sample] = {}  # live and consumed, in order of registration
         self.batches: dict[int, Batch] = {}  # not committed, in order
         self.counts = Counts()
@@ -141,12 +154,17 @@ class Ledger:
         self.checkpoint: str | None = None
         self.ended: str | None = None
         self.samples_taken = 0
+        self.restarts = 0
 
     # ---- reading -----------------------------------------------------------------------------------------------------
 
     def live(self) -> Iterator[Sample]:
-        """Registered, neither taken nor discarded; oldest first."""
-        return (s for s in self.samples.values() if s.batch_id is None)
+        """Registered to be trained, neither taken nor discarded; oldest first."""
+        return (s for s in self.samples.values() if s.batch_id is None and not s.evaluation)
+
+    def evaluated(self) -> Iterator[Sample]:
+        """Of an evaluation that runs."""
+        return (s for s in self.samples.values() if s.evaluation)
 
     def trajectory(self, traj_uid: str) -> Trajectory | None:
         uid, separator, index = traj_uid.removeprefix("s").partition("t")
@@ -163,9 +181,19 @@ class Ledger:
 
     def apply(self, event: Event) -> list[Upsert]:
         """Change the state by one event; returns what must be written. IllegalEvent leaves everything as it was."""
+        discarded = self.last_discard
         writes: list[Upsert] = getattr(self, "_on_" + type(event).__name__)(event)
         assert self.counts.balanced(), f"A1 broken by {event}"
+        if self.last_discard is not discarded:
+            writes.append(self._meta("last_discard", self.last_discard))
+        writes += [Upsert("counters", {"kind": kind, "name": name, "value": self._counter(kind, name)}) for kind, name in self._changed]
+        self._changed.clear()
         return writes
+
+    def _counter(self, kind: str, name: str) -> int:
+        if kind == STALENESS:
+            return self.staleness[int(name)]
+        return {STATE: self.counts.by_state, OUTCOME: self.counts.by_outcome, REASON: self.counts.by_reason}[kind][name]
 
     def _on_SampleRegistered(self, e: SampleRegistered) -> list[Upsert]:
         if e.uid != self.next_uid:
@@ -179,7 +207,7 @@ class Ledger:
         self.samples[e.uid] = sample
         self.live_by_deadline[e.deadline_batch] += 1
         self.counts.registered += e.n
-        self.counts.by_state[RUNNING] += e.n
+        self._add_state(RUNNING, e.n)
         self.cursor = (e.pass_index, e.segment, e.position + 1)
         return [
             self._sample_row(sample),
@@ -242,7 +270,7 @@ class Ledger:
         for sample in samples:
             sample.batch_id = e.batch_id
             self._leave_live(sample)
-            self.staleness[e.batch_id - sample.version_tag] += 1
+            self._add_staleness(e.batch_id - sample.version_tag, 1)
             writes.append(self._sample_row(sample))
             for trajectory in sample.in_state(READY):
                 self._move(trajectory, CONSUMED)
@@ -250,7 +278,7 @@ class Ledger:
         self.batches[e.batch_id] = Batch(e.batch_id, ASSEMBLED, e.uids, e.plan)
         self.next_batch += 1
         self.samples_taken += len(samples)
-        return [*writes, self._batch_row(self.batches[e.batch_id], e.time)]
+        return [*writes, self._batch_row(self.batches[e.batch_id], e.time), self._meta("next_batch", self.next_batch)]
 
     def _on_BatchApplied(self, e: BatchApplied) -> list[Upsert]:
         batch = self.batches.get(e.batch_id)
@@ -269,7 +297,7 @@ class Ledger:
         writes: list[Upsert] = []
         for uid in batch.uids:
             sample = self.samples[uid]
-            self.staleness[e.batch_id - sample.version_tag] -= 1
+            self._add_staleness(e.batch_id - sample.version_tag, -1)
             sample.batch_id = None
             self.live_by_deadline[sample.deadline_batch] += 1
             for trajectory in sample.in_state(CONSUMED):
@@ -283,7 +311,8 @@ class Ledger:
         del self.batches[e.batch_id]
         self.next_batch -= 1
         self.samples_taken -= len(batch.uids)
-        return [*writes, Upsert("batches", {"batch_id": e.batch_id, "state": "unmade"})]
+        unmade = Upsert("batches", {"batch_id": e.batch_id, "state": UNMADE})
+        return [*writes, unmade, self._meta("next_batch", self.next_batch)]
 
     def _on_VersionCommitted(self, e: VersionCommitted) -> list[Upsert]:
         if e.version > self.trained_version or e.version < self.committed_version:
@@ -326,9 +355,43 @@ class Ledger:
         self.serving_version = e.version
         return [self._meta("serving_version", e.version)]
 
+    def _on_EvaluationBegan(self, e: EvaluationBegan) -> list[Upsert]:
+        if e.first_uid != self.next_uid:
+            raise IllegalEvent(f"evaluation registered from sample {e.first_uid}, expected {self.next_uid}")
+        self.next_uid += e.rows
+        writes = [self._meta("next_uid", self.next_uid)]
+        for row in range(e.rows):
+            uid = e.first_uid + row
+            sample = Sample(uid, EVALUATION, row, 0, e.version, 0, [])
+            sample.trajectories = [Trajectory(traj_uid_of(uid, index), uid, index, started_at=e.time) for index in range(e.n)]
+            self.samples[uid] = sample
+            writes += [self._sample_row(sample), *map(self._trajectory_row, sample.trajectories)]
+        self.counts.registered += e.rows * e.n
+        self._add_state(RUNNING, e.rows * e.n)
+        return writes
+
+    def _on_EvaluationEnded(self, e: EvaluationEnded) -> list[Upsert]:
+        told = {(row, index) for row, index, _ in (*e.rewards, *e.failed)}
+        known = {(s.uid - e.first_uid, t.index) for s in self.evaluated() for t in s.trajectories}
+        if told != known or len(told) != len(e.rewards) + len(e.failed):
+            raise IllegalEvent(f"evaluation from sample {e.first_uid}: {len(told)} ends for {len(known)} trajectories")
+        samples = list(self.evaluated())
+        for row, index, reward in e.rewards:
+            trajectory = self.samples[e.first_uid + row].trajectories[index]
+            trajectory.reward, trajectory.ready_at = reward, e.time
+            self._finish(trajectory, EVALUATED, None)
+        for row, index, reason in e.failed:
+            self._finish(self.samples[e.first_uid + row].trajectories[index], DISCARDED, reason)
+        writes = [self._trajectory_row(t) for s in samples for t in s.trajectories]
+        return writes + [write for s in samples for write in self._forget_if_over(s)]
+
     def _on_RunEnded(self, e: RunEnded) -> list[Upsert]:
         self.ended = e.how
         return [self._meta("ended", e.how)]
+
+    def _on_Restarted(self, e: Restarted) -> list[Upsert]:
+        self.restarts += 1
+        return [Upsert("restarts", {"number": self.restarts, "time": e.time, "found": msgspec.json.encode(e.found)})]
 
     # ---- small parts -------------------------------------------------------------------------------------------------
 
@@ -339,16 +402,26 @@ class Ledger:
         return trajectory
 
     def _move(self, trajectory: Trajectory, state: str) -> None:
-        self.counts.by_state[trajectory.state] -= 1
-        self.counts.by_state[state] += 1
+        self._add_state(trajectory.state, -1)
+        self._add_state(state, 1)
         trajectory.state = state
+
+    def _add_state(self, state: str, by: int) -> None:
+        self.counts.by_state[state] += by
+        self._changed[STATE, state] = None
+
+    def _add_staleness(self, staleness: int, by: int) -> None:
+        self.staleness[staleness] += by
+        self._changed[STALENESS, str(staleness)] = None
 
     def _finish(self, trajectory: Trajectory, outcome: str, reason: str | None) -> None:
         self._move(trajectory, FINISHED)
         trajectory.outcome, trajectory.reason = outcome, reason
         self.counts.by_outcome[outcome] += 1
+        self._changed[OUTCOME, outcome] = None
         if reason:
             self.counts.by_reason[kind_of(reason)] += 1
+            self._changed[REASON, kind_of(reason)] = None
             self.last_discard = (trajectory.traj_uid, reason)
 
     def _reset(self, trajectory: Trajectory, reason: str) -> None:
@@ -365,7 +438,7 @@ class Ledger:
         """A sample whose trajectories are all finished leaves the live view; its rows stay in the database."""
         if any(t.state != FINISHED for t in sample.trajectories):
             return []
-        if sample.batch_id is None:
+        if sample.batch_id is None and not sample.evaluation:
             self._leave_live(sample)
         del self.samples[sample.uid]
         row = self._sample_row(sample)
@@ -404,7 +477,7 @@ class Ledger:
                 "reason": t.reason,
                 "infrastructure_attempts": t.infrastructure_attempts,
                 "data_attempts": t.data_attempts,
-                "leaves": msgspec.json.encode(t.leaves) if t.leaves else None,
+                "leaves": msgspec.json.encode(t.leaves) if t.leaves and t.state != FINISHED else None,  # those of an ended one are freed
                 "reward": t.reward,
                 "finish_reason": t.finish_reason,
                 "started_at": t.started_at,

@@ -5,6 +5,7 @@ What a child itself starts can watch HEADRACE_PARENT_PID, and whatever is left o
 """
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -13,6 +14,8 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import psutil
 
 LOG_LIMIT_BYTES = 50 * 2**20
 KILL_WAIT_S = 10.0  # how long the kernel may take to end a killed process
@@ -35,7 +38,9 @@ except OSError as error:
 class ProcessSpec:
     """What to run and how to watch it. `build(incarnation, port)` gives the command; `env` is added to the driver's own.
 
-    `misses` health calls in a row without an answer mean that the process hangs; each may take as long as a heartbeat.
+    `misses` health calls in a row without an answer mean that the process hangs; each may take as long as a heartbeat. So does an answer
+    that says it is busy and, for `stall_s`, no further than before. With `children` it replaces its own children, which are called so: one
+    that somebody has stopped is ended, and the process itself is left alone.
     """
 
     role: str
@@ -50,6 +55,11 @@ class ProcessSpec:
     restart: bool = True
     first_incarnation: int = 1
     stop_signal: signal.Signals = signal.SIGTERM
+    stall_s: float | None = None
+    children: str | None = None
+    host: str | None = None
+    """where the plan put it, for a launcher that has several"""
+    devices: tuple[int, ...] = ()
 
     @property
     def name(self) -> str:
@@ -101,6 +111,17 @@ class Life:
         done, _ = await asyncio.wait({self.exited}, timeout=KILL_WAIT_S)
         if not done:
             raise RuntimeError(f"{self.title}, process {self.pid}, survived SIGKILL for {KILL_WAIT_S:g} s: a device or disk holds it")
+
+    def end_stopped_children(self) -> list[str]:
+        """Kill those that somebody has stopped (SIGSTOP); who they were, in the order in which they were started."""
+        found = []
+        with contextlib.suppress(psutil.Error):
+            children = sorted(psutil.Process(self.pid).children(), key=lambda child: (child.create_time(), child.pid))
+            for number, child in enumerate(children):
+                if child.status() == psutil.STATUS_STOPPED:
+                    child.kill()
+                    found.append(f"{self.spec.children} {number} (process {child.pid})")
+        return found
 
     def _signal(self, number: signal.Signals) -> None:
         try:

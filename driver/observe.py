@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from driver import engine_facts
-from driver.ledger import Trajectory, traj_uid_of
+from driver.ledger import CONSUMED, DISCARDED, EVALUATED, EVALUATION, FINISHED, READY, RUNNING, TRAINED, Trajectory, traj_uid_of
 
 if TYPE_CHECKING:
+    from driver.evaluation import Evaluator
     from driver.run import Run
 
 PAGE_ROWS = 100
@@ -50,18 +51,35 @@ def status(run: Run) -> dict[str, Any]:
         "staleness_bound": config.staleness.bound,
         "logprob_gap_max": run.history.gap_max,
         "datasets": [msgspec.to_builtins(d) for d in run.core.feed.datasets()],
+        "restarts": run.core.ledger.restarts,
+        "found_at_start": None if run.found is None else msgspec.to_builtins(run.found),
+        "tokens_resampled": run.dispatch.turns.tokens_resampled,
+        "snapshot": run.snapshot.facts(),
+        "evaluation": None if run.evaluator is None else _last_evaluation(run.evaluator),
         "alarms": [*alarms(run), *engine_facts.alarms(run)],
         "engines_out_of_use": engine_facts.out_of_use(run),
         "why": why(run)["waits"],
     }
 
 
+def _last_evaluation(evaluator: Evaluator) -> dict[str, Any]:
+    last = evaluator.results[-1] if evaluator.results else None
+    return {
+        "running": evaluator.running,
+        "version": last.version if last else None,
+        "reward_mean": last.reward_mean if last else None,
+    }
+
+
 def alarms(run: Run) -> list[str]:
     """What a person should look at, though the run goes on."""
+    found = [why for why in (run.prefixes.failure, run.snapshot.failure) if why is not None]
+    if run.evaluator is not None and run.evaluator.alarm is not None:
+        found.append(run.evaluator.alarm)
     skipped = list(itertools.takewhile(lambda batch: batch.get("skipped"), reversed(run.history.recent)))
-    if len(skipped) < ALARM_SKIPPED_BATCHES:
-        return []
-    return [f"the last {len(skipped)} batches trained nothing ({skipped[0]['skipped']}); look at the rewards: headrace show TRAJ"]
+    if len(skipped) >= ALARM_SKIPPED_BATCHES:
+        found.append(f"the last {len(skipped)} batches trained nothing ({skipped[0]['skipped']}); look at the rewards: headrace show TRAJ")
+    return found
 
 
 def counts(run: Run) -> dict[str, Any]:
@@ -194,6 +212,7 @@ def gauges(run: Run) -> dict[str, float]:
         "headrace_dispatch_watermark_trajectories": float(decision.watermark if decision else 0),
         "headrace_dispatch_tokens_total": float(run.dispatch.tokens_sampled),
         "headrace_dispatch_resampled_tokens_total": float(run.dispatch.turns.tokens_resampled),
+        "headrace_dispatch_resumed_tokens_total": float(run.prefixes.tokens_resumed),
         "headrace_reward_pending_leaves": float(run.scoring.in_flight),
         "headrace_reward_failed_leaves_total": float(run.scoring.failed),
         "headrace_trainer_busy_seconds_total": run.training.busy.seconds(),
@@ -201,6 +220,7 @@ def gauges(run: Run) -> dict[str, float]:
         "headrace_push_last_seconds": run.pusher.seconds,
         "headrace_store_used_bytes": float(run.store_stats().used_bytes),
         "headrace_store_capacity_bytes": float(run.config.store.capacity_bytes),
+        **(run.evaluator.gauges() if run.evaluator is not None else {}),
         **run.pool.gauges(),
     }
 
@@ -218,14 +238,25 @@ def trajectories(run: Run, state: str | None, outcome: str | None, after: str | 
     at = (-1, -1) if after is None else _parse(after)
     if at is None:
         raise ValueError(f"{after!r} is not a trajectory id; they look like {traj_uid_of(12, 3)}")
-    filters = {"t.state = ?": state, "t.outcome = ?": outcome}
-    where = " AND ".join(["(t.uid, t.idx) > (?, ?)", *(name for name, value in filters.items() if value)])
-    parameters: tuple[Any, ...] = (*at, *(value for value in filters.values() if value), limit)
-    rows = run.core.db.query(
-        f"SELECT {_COLUMNS} FROM trajectories t JOIN samples s ON s.uid = t.uid WHERE {where} ORDER BY t.uid, t.idx LIMIT ?", parameters
-    )
+    rows = run.core.db.query(_page_sql(state, outcome), (at[0], *at, limit))
     items = [_row(run, row) for row in rows]
     return {"items": items, "next": items[-1]["traj_uid"] if len(items) == limit else None}
+
+
+def _page_sql(state: str | None, outcome: str | None) -> str:
+    """A page is found by an index, however many trajectories have ended: what is in flight by its live samples, what was not trained by an
+    index of its own. State and outcome are of our own lists, and written out because SQLite chooses an index by the text."""
+    assert state in (None, RUNNING, READY, CONSUMED, FINISHED) and outcome in (None, TRAINED, EVALUATED, DISCARDED)
+    filters = [f"t.{column} = '{value}'" for column, value in (("state", state), ("outcome", outcome)) if value]
+    if state not in (None, FINISHED):
+        tables, more = "samples s CROSS JOIN trajectories t ON t.uid = s.uid", ["s.over = 0"]
+        place, order = "s.uid >= ?", "s.uid, t.idx"
+    else:
+        by = "trajectories_untrained" if outcome in (EVALUATED, DISCARDED) else None
+        tables, more = f"trajectories t {f'INDEXED BY {by}' if by else ''} CROSS JOIN samples s ON s.uid = t.uid", []
+        place, order = "t.uid >= ?", "t.uid, t.idx"
+    where = " AND ".join([place, "(t.uid, t.idx) > (?, ?)", *more, *filters])
+    return f"SELECT {_COLUMNS} FROM {tables} WHERE {where} ORDER BY {order} LIMIT ?"
 
 
 def trajectory(run: Run, traj_uid: str) -> dict[str, Any] | None:
@@ -237,7 +268,7 @@ def trajectory(run: Run, traj_uid: str) -> dict[str, Any] | None:
     if not rows:
         return None
     found = _row(run, rows[0])
-    found["dataset_row"] = msgspec.to_builtins(run.core.feed.row(found["segment"], found["row_index"]))
+    found["dataset_row"] = _dataset_row(run, found["segment"], found["row_index"])
     live: Trajectory | None = run.core.ledger.trajectory(traj_uid)
     if live is not None and live.state == "running":
         found["tokens_so_far"] = run.dispatch.turns.progress.get(traj_uid, 0)
@@ -248,6 +279,14 @@ def trajectory(run: Run, traj_uid: str) -> dict[str, Any] | None:
     if archived is not None:
         found["archive"] = msgspec.to_builtins(archived)
     return found
+
+
+def _dataset_row(run: Run, segment: int, row_index: int) -> dict[str, Any] | None:
+    """None: a held-out row of a configuration that was."""
+    if segment != EVALUATION:
+        return dict(msgspec.to_builtins(run.core.feed.row(segment, row_index)))
+    rows = run.evaluator.rows if run.evaluator is not None else []
+    return dict(msgspec.to_builtins(rows[row_index])) if row_index < len(rows) else None
 
 
 def _parse(traj_uid: str) -> tuple[int, int] | None:
@@ -290,7 +329,7 @@ def _row(run: Run, row: tuple[Any, ...]) -> dict[str, Any]:
         "batch_id": batch_id,
         "staleness": None if batch_id is None else batch_id - tag,
         "attempts": 1 + infrastructure + data,
-        "dataset_id": run.core.feed.dataset_of(segment),
+        "dataset_id": "evaluation" if segment == EVALUATION else run.core.feed.dataset_of(segment),
         "segment": segment,
         "row_index": row_index,
         "started_at": started,

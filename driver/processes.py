@@ -10,40 +10,50 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import signal
-import sys
 import time
-from collections.abc import Iterator
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Coroutine, Iterator
 from typing import TYPE_CHECKING, Any
 
 import psutil
 
 from driver.engine_facts import Unused
-from driver.launcher import Died, Hung, LocalLauncher, LocalProcess, ProcessEvent, Quarantined, Ready, Started, StartFailed
+from driver.launcher import (
+    ChildHung,
+    Died,
+    Hung,
+    Launcher,
+    LocalLauncher,
+    LocalProcess,
+    Process,
+    ProcessEvent,
+    Quarantined,
+    Ready,
+    Started,
+    StartFailed,
+)
 from driver.ledger import Upsert
 from driver.life import ProcessSpec
 from driver.outside import Outside
-from reward.client import RewardClient
-from reward.spec import RewardSpec, ScorerSpec
+from driver.planned import plan_of
+from driver.planner import Plan
+from driver.process_specs import Specs
+from driver.roles import configured
+from driver.scale import TRAINER, Leaving, NotScalable, Scaled, Wanted
+from reward.client import RewardClient, RewardUnavailable
 from rollout.answer import EngineError
 from rollout.capabilities import Capabilities
 from rollout.client import EngineClient
-from rollout.pool import EngineSlot
-from rollout.sglang import launch
-from trainer.courier_wire import CourierSpec
-from trainer.spec import OptimizerSpec, TrainerSpec
+from rollout.pool import EnginePool, EngineSlot
 
 if TYPE_CHECKING:
     from driver.run import Run
 
 log = logging.getLogger("headrace.processes")
-START_DEADLINE_S = 180.0
 STOP_DEADLINE_S = 10.0
 ALL_ENGINES = "all engines"  # their lives counted together
-HEARTBEAT_S = 2.0
-MISSES = 8  # on a busy laptop an HTTP thread may be starved for seconds; a process that hangs is replaced after 16 s
+LEAVE_S = 5.0  # what an engine needs to end its requests with what they have
+MOST_INSTANCES = 64
+NO_PLAN = Plan((), (), (), ())
 
 
 class Processes:
@@ -52,14 +62,19 @@ class Processes:
         self._core = run.core
         self._config = run.config
         self._directory = run.config.directory / "processes"
-        self._launcher: LocalLauncher | None = None
+        self._launcher: Launcher | None = None
         self.outside = Outside(run, self._watcher_failed)
         self._incarnations = {
             name.partition("/")[2]: int(value)
             for name, value in run.core.db.query("SELECT name, value FROM meta WHERE name LIKE 'incarnation/%'")
         }
-        self._asking: set[asyncio.Task[None]] = set()
+        self._asking: set[asyncio.Task[Any]] = set()
         self._news: dict[str, tuple[float, str]] = {}  # of the run's own engines: when they began or died, and of what
+        self.wanted = Wanted(run.core.db, configured(run.config))
+        self.specs = Specs(run, self.wanted, self.last_incarnation)
+        self.plan: Plan = NO_PLAN
+        self._leaving = Leaving(self._left)
+        self._stopping = False
         self.taken: list[LocalProcess] = []  # of the run before, which its launcher released
         self.hand_over: frozenset[str] = frozenset()  # roles whose processes outlive this run
         self.released: list[LocalProcess] = []
@@ -69,15 +84,18 @@ class Processes:
         self._directory.mkdir(parents=True, exist_ok=True)
         self._lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._launcher = LocalLauncher(self._on_event)
-        couriers = [self._courier()] if self._config.needs_courier else []
-        specs = [self._trainer(), self._reward(), *couriers, *(self._engine(i) for i in range(self._config.rollout.engines))]
-        taken, self.taken = {process.spec.name: process for process in self.taken}, []
-        processes = [self._adopt(taken.pop(spec.name), spec) if spec.name in taken else await self._launcher.start(spec) for spec in specs]
-        await asyncio.gather(*(process.stop(STOP_DEADLINE_S) for process in taken.values()))  # more than this run wants
+        self.plan = plan_of(self._config, self.wanted.counts)
+        for warning in self.plan.warnings:
+            log.warning("plan: %s", warning)
+        self._run.own_roles.open(self.plan)
+        await self._converge()
+        taken, self.taken = self.taken, []
+        await asyncio.gather(*(process.stop(STOP_DEADLINE_S) for process in taken))  # more than this run wants
+        needed = [name for name, placement in self.plan.processes.items() if placement.role.start_together]
         self.outside.start()
         async with asyncio.TaskGroup() as group:
-            for process in processes:
-                group.create_task(self._first_start(process))
+            for name in needed:
+                group.create_task(self._first_start(self._launcher.processes[name]))
         watch = asyncio.create_task(self._launcher.watch(), name="launcher")
         try:
             done, _ = await asyncio.wait([watch, self._lost], return_when=asyncio.FIRST_COMPLETED)
@@ -86,30 +104,135 @@ class Processes:
         finally:
             watch.cancel()
 
-    async def _first_start(self, process: LocalProcess) -> None:
+    async def _first_start(self, process: Process) -> None:
         """A process that can not start fails the run; twice, because the first may have been ended from outside."""
-        try:
-            await process.wait_ready(process.spec.start_deadline_s)
-        except StartFailed as error:
-            log.warning("%s; trying once more", error)
-            await process.wait_ready(process.spec.start_deadline_s)
+        for last in (False, True):
+            try:
+                return await process.wait_ready(process.spec.start_deadline_s)
+            except StartFailed as error:
+                if process.spec.name not in self.plan.processes:
+                    return  # scaled down meanwhile
+                if last:
+                    raise
+                log.warning("%s; trying once more", error)
 
-    def _adopt(self, process: LocalProcess, spec: ProcessSpec) -> LocalProcess:
-        assert self._launcher is not None
+    def _adopt(self, name: str, spec: ProcessSpec) -> bool:
+        """Take a process of the run before, if there is one of this name."""
+        process = next((one for one in self.taken if one.spec.name == name), None)
+        if process is None:
+            return False
+        assert isinstance(self._launcher, LocalLauncher)
+        self.taken.remove(process)
         self._launcher.adopt(process, spec)
         log.info("%s (incarnation %d) is taken over from the run before", spec.name, process.incarnation)
-        return process
+        return True
 
     async def stop(self) -> None:
         """End all processes but those of the roles to hand over, which are `released`."""
+        self._stopping = True
         for asking in self._asking:
             asking.cancel()
         await asyncio.gather(*self._asking, return_exceptions=True)
+        self._leaving.cancel()
+        await self._leaving.wait()
         await self.outside.stop()
+        launcher = self._launcher
+        if isinstance(launcher, LocalLauncher):
+            found = [launcher.processes[name] for name in sorted(self.plan.processes.keys() & launcher.processes.keys())]
+            ready = [process.spec.name for process in found if process.spec.role in self.hand_over and process.state == "ready"]
+            self.released = [launcher.release(name) for name in ready]
         if self._launcher is not None:
-            ready = [name for name, p in self._launcher.processes.items() if p.spec.role in self.hand_over and p.state == "ready"]
-            self.released = [self._launcher.release(name) for name in ready]
             await self._launcher.stop(STOP_DEADLINE_S)
+
+    # ---- how many there are ----------------------------------------------------------------------------------------------
+
+    async def scale(self, role: str, count: int) -> Scaled:
+        """From now on, and after restarts, so many. What is too many ends with nothing lost. NotScalable, PlanError (a ValueError too)."""
+        if role == "trainer":
+            raise NotScalable(TRAINER)
+        if role not in self.wanted:
+            raise NotScalable(f"there is no role {role!r} to scale; there are {', '.join(self.wanted.roles)}")
+        if self._launcher is None or self._stopping or self._core.ledger.ended is not None:
+            raise NotScalable(f"run {self._core.run_id} is {self._run.state}: it has no processes to scale")
+        least = 0 if role in self._config.roles or (role == "rollout" and self.outside.engines) else 1
+        if not least <= count <= MOST_INSTANCES:
+            hold = "; to hold the run for a while: headrace pause" if count == 0 else ""
+            raise NotScalable(f"{role} can have {least} to {MOST_INSTANCES} instances here, not {count}{hold}")
+        before = self.plan
+        standing = {name: placement for name, placement in before.processes.items() if name in self._launcher.processes}
+        plan = plan_of(self._config, self.wanted.counts | {role: count}, standing)
+        was = self.wanted[role]
+        self.wanted.ask(role, count)
+        self.plan = plan
+        await self._core.db.durable()
+        again = await self._converge(again=role)
+        gone, new = before.processes.keys() - plan.processes.keys(), plan.processes.keys() - before.processes.keys()
+        scaled = Scaled(role, was, count, tuple(sorted(new)), tuple(sorted(gone)), tuple(again))
+        log.info("%s", scaled.words)
+        return scaled
+
+    async def _converge(self, again: str | None = None) -> list[str]:
+        """Start what is planned and not there, let go of what is there and not planned. Of role `again` also what had been left alone is
+        started, and named in the answer."""
+        launcher, started_again = self._launcher, []
+        if launcher is None or self._stopping:
+            return []
+        planned = self.plan.processes
+        for name in launcher.processes.keys() - planned.keys():
+            if name not in self._leaving:
+                self._leaving.add(name, asyncio.create_task(self._leave(name), name=f"end of {name}"))
+        for name, placement in planned.items():
+            process = launcher.processes.get(name)
+            if name in self._leaving:
+                continue  # looked at again when it has ended
+            if process is not None and process.state == "quarantined" and placement.role.name == again:
+                started_again.append(name)
+                self._core.waiting(f"engine {name}", None)
+            elif process is not None and process.state != "ended":
+                continue
+            spec = self.specs.of(placement)
+            if not self._adopt(name, spec):
+                await launcher.start(spec)
+        if again == "reward" and self._run.scoring.client is not None:
+            await self._resize(self._run.scoring.client)
+        return started_again
+
+    async def _resize(self, reward: RewardClient) -> None:
+        """The reward service's workers. One that does not hear it is being replaced, and its next life is told at its start."""
+        try:
+            await reward.resize(self.wanted["reward"])
+        except RewardUnavailable as error:
+            log.warning("the number of reward workers: %s", error)
+
+    def _left(self) -> None:
+        """A process has ended in order; it may have been wanted again meanwhile."""
+        if not self._stopping:
+            self._ask(self._converge(), "converge")
+
+    async def _leave(self, name: str) -> None:
+        """No request is lost and none is sampled anew: each is ended with what it has, and goes on elsewhere from its last token."""
+        launcher = self._launcher
+        assert launcher is not None
+        role = launcher.processes[name].spec.role
+        if role in self._config.roles:
+            await self._run.own_roles.release(name, self._config.roles[role].deadline_s)
+        pool = self._pool_of(role)
+        slot = pool.slots.get(name)
+        if slot is not None:
+            slot.released = True
+            pool.gone(slot, "scaled down")
+            self._core.ring()
+            if self._run.routing is not None:
+                await self._run.routing.without(slot.url)
+            try:
+                await slot.client.abort_all()
+                await slot.emptied(LEAVE_S)
+            except EngineError as error:
+                log.info("%s, on its way out: %s", name, error)
+        await launcher.end(name, STOP_DEADLINE_S)
+        pool.absent.pop(name, None)
+        self._core.waiting(f"engine {name}", None)
+        self._core.ring()
 
     async def replace(self, name: str, reason: str) -> None:
         """End this incarnation; the launcher starts the next one. An engine that somebody else started is left alone, then taken again."""
@@ -132,7 +255,7 @@ class Processes:
             since, reason = self._news.get(name, (time.monotonic(), ""))
             limit_s = p.spec.start_deadline_s if p.state == "starting" else None
             state = {"starting": "starting", "ready": "starting", "quarantined": "quarantined"}.get(p.state, "gone")
-            if p.spec.role == "engine":
+            if p.spec.role == "engine" and p.state != "ended" and name not in self._leaving:
                 yield Unused(name, p.url, p.incarnation, state, reason, time.monotonic() - since, limit_s)
 
     @property
@@ -166,22 +289,26 @@ class Processes:
             self.note_incarnation(name, event.incarnation)
             self._news[name] = (time.monotonic(), "")
             if event.role == "engine":
-                self._run.pool.absent[name] = "it is starting"
+                self._run.pool.absent.setdefault(name, "it is starting")
         elif isinstance(event, Ready):
             log.info("%s (incarnation %d) is ready at %s", name, event.incarnation, event.url)
-            if event.role == "engine":
-                asking = asyncio.create_task(self._register(event, name), name=f"registration of {name}")
-                self._asking.add(asking)
-                asking.add_done_callback(self._asked)
+            if event.role in ("engine", "evaluator"):
+                self._ask(self._register(event, name), f"registration of {name}")
             elif event.role == "reward":
-                self._run.scoring.attach(RewardClient(event.url, self._run.http))
+                reward = RewardClient(event.url, self._run.http)
+                self._run.scoring.attach(reward)
+                self._ask(self._resize(reward), "reward workers")  # it may have been told another number, or be of the run before
             elif event.role == "courier":
                 self._run.courier.attach(event.url, event.incarnation)
+            elif event.role in self._config.roles:
+                self._run.own_roles.attach(event.role, event.index, event.url)
             else:
                 self._run.training.attach(event.url, None)
+        elif isinstance(event, ChildHung):
+            log.warning("%s (incarnation %d): %s", name, event.incarnation, event.reason)
         elif isinstance(event, Died | Hung | Quarantined):
             log.warning("%s (incarnation %d): %s", name, event.incarnation, event.reason)
-            self._news[name] = (time.monotonic(), event.reason)
+            self._news[name] = (time.monotonic(), event.reason.splitlines()[0])
             self._gone(event, name)
         self._core.ring()
 
@@ -204,10 +331,16 @@ class Processes:
                 process.kill(f"it does not say what it can do: {error}")
             return
         life = await self.next_life()
-        if (process.state, process.incarnation) == ("ready", event.incarnation):
-            self.enroll(name, client, event.incarnation, life, capabilities, process.pid)
+        if (process.state, process.incarnation) == ("ready", event.incarnation) and name not in self._leaving:
+            self.enroll(name, client, event.incarnation, life, capabilities, process.pid, self._pool_of(event.role))
 
-    def _asked(self, asking: asyncio.Task[None]) -> None:
+    def _ask(self, work: Coroutine[Any, Any, Any], name: str) -> None:
+        """Beside everything else; its exception ends the run."""
+        asking = asyncio.create_task(work, name=name)
+        self._asking.add(asking)
+        asking.add_done_callback(self._asked)
+
+    def _asked(self, asking: asyncio.Task[Any]) -> None:
         self._asking.discard(asking)
         if not asking.cancelled() and (error := asking.exception()) is not None and not self._lost.done():
             self._lost.set_exception(error)
@@ -219,12 +352,24 @@ class Processes:
         await self._core.db.durable()
         return life
 
+    def _pool_of(self, role: str) -> EnginePool:
+        return self._run.evaluator_pool if role == "evaluator" else self._run.pool
+
     def enroll(
-        self, name: str, client: EngineClient, incarnation: int, life: int, capabilities: Capabilities, pid: int | None = None
+        self,
+        name: str,
+        client: EngineClient,
+        incarnation: int,
+        life: int,
+        capabilities: Capabilities,
+        pid: int | None = None,
+        pool: EnginePool | None = None,
     ) -> EngineSlot:
         """Into the pool, under a number from `next_life`."""
-        slot = self._run.pool.register(name, client, incarnation, self._config.rollout.max_open_requests, capabilities, pid)
+        pool = pool or self._run.pool
+        slot = pool.register(name, client, incarnation, self._config.rollout.max_open_requests, capabilities, pid)
         slot.life = life
+        pool.absent.pop(name, None)
         self._core.ring()
         return slot
 
@@ -237,36 +382,29 @@ class Processes:
             self._lost.set_exception(StartFailed(reason))
 
     def _gone(self, event: Died | Hung | Quarantined, name: str) -> None:
-        if event.role == "engine":
-            slot = self._run.pool.slots.get(name)
+        if event.role in ("engine", "evaluator"):
+            pool = self._pool_of(event.role)
+            slot = pool.slots.get(name)
             if slot is not None and slot.incarnation == event.incarnation:
-                self._run.pool.gone(slot, event.reason)
-            self._run.pool.absent[name] = event.reason
+                pool.gone(slot, event.reason)
+            pool.absent[name] = event.reason.splitlines()[0]
+            if isinstance(event, Quarantined):
+                role = "rollout" if event.role == "engine" else event.role
+                remedy = f"headrace scale {role} {self.wanted[role]} starts it again"
+                self._core.waiting(f"engine {name}", f"{name} is out of use: {event.reason.splitlines()[0]}; {remedy}")
         elif event.role == "reward":
             self._run.scoring.detach(event.reason)
         elif event.role == "courier":
             self._run.courier.detach()
+        elif event.role in self._config.roles:
+            self._run.own_roles.detach(name, event.reason.splitlines()[0])
+            state = "is out of use" if isinstance(event, Quarantined) else "starts again"
+            remedy = f"; headrace scale {event.role} {self.wanted[event.role]} starts it again" if isinstance(event, Quarantined) else ""
+            self._core.waiting(f"role {event.role}", f"{name} {state}: {event.reason.splitlines()[0]}{remedy}")
         else:
             self._run.training.detach(event.reason)
-        if isinstance(event, Quarantined) and event.role != "engine":
+        if isinstance(event, Quarantined) and event.role in ("trainer", "reward", "courier"):
             self._fail(event.reason)
-
-    # ---- how each is started ---------------------------------------------------------------------------------------------
-
-    def _spec(
-        self, role: str, index: int, build: object, env: dict[str, str] | None = None, start_deadline_s: float = START_DEADLINE_S
-    ) -> ProcessSpec:
-        return ProcessSpec(
-            role=role,
-            index=index,
-            build=build,  # type: ignore[arg-type]
-            log_path=self._run.log_directory / f"{role}-{index}.log",
-            heartbeat_s=HEARTBEAT_S,
-            misses=MISSES,
-            start_deadline_s=start_deadline_s,
-            first_incarnation=self.last_incarnation(f"{role}-{index}") + 1,
-            env={"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"} | (env or {}),
-        )
 
     def last_incarnation(self, name: str) -> int:
         return self._incarnations.get(name, 0)
@@ -275,124 +413,10 @@ class Processes:
         self._incarnations[name] = incarnation
         self._core.db.write([Upsert("meta", {"name": f"incarnation/{name}", "value": str(incarnation).encode()})])
 
-    def _module(self, module: str, *flags: str) -> list[str]:
-        return [sys.executable, "-P", "-m", module, *flags]
-
-    def _engine(self, index: int) -> ProcessSpec:
-        rollout = self._config.rollout
-        if rollout.engine == "sglang":
-            return self._sglang(index)
-
-        def build(incarnation: int, port: int) -> list[str]:
-            flags = {
-                "--model-path": self._config.model.path,
-                "--host": "127.0.0.1",
-                "--port": port,
-                "--max-running-requests": rollout.max_running_requests,
-                "--context-length": rollout.context_length,
-                "--stream-interval": rollout.stream_interval,
-                "--random-seed": self._config.seed * 1000 + index,
-                "--threads": rollout.threads,
-                "--dtype": self._config.trainer.dtype,  # what a push brings; its checksums are of those bytes
-            }
-            switches = ["--deterministic"] if rollout.deterministic else []
-            return self._module("rollout.engine", *(str(part) for flag in flags.items() for part in flag), *switches, *rollout.engine_args)
-
-        return self._spec("engine", index, build)
-
-    def _sglang(self, index: int) -> ProcessSpec:
-        rollout = self._config.rollout
-
-        def server(port: int) -> launch.Server:
-            return launch.Server(
-                model_path=self._config.model.path,
-                port=port,
-                index=index,
-                context_length=rollout.context_length,
-                max_running_requests=rollout.max_running_requests,
-                stream_interval=rollout.stream_interval,
-                seed=self._config.seed * 1000 + index,
-                dtype=self._config.trainer.dtype,
-            )
-
-        def build(incarnation: int, port: int) -> list[str]:
-            return launch.command(rollout.sglang, server(port))
-
-        spec = self._spec("engine", index, build, launch.environment(rollout.sglang, rollout.threads), rollout.sglang.start_deadline_s)
-        # It has nothing to save, and asked to end it takes a dying child for a crash and diagnoses it for 5 s.
-        return replace(spec, stop_signal=signal.SIGKILL)
-
-    def _reward(self) -> ProcessSpec:
-        reward = self._config.reward
-
-        def build(incarnation: int, port: int) -> list[str]:
-            spec = RewardSpec(
-                port=port,
-                workers=reward.workers,
-                plugin_dir=Path.cwd(),
-                scorers={task: ScorerSpec(**scorer.model_dump()) for task, scorer in reward.scorers.items()},
-                incarnation=incarnation,
-            )
-            return self._module("reward.main", "--spec", self._write("reward-0", spec.model_dump_json()))
-
-        return self._spec("reward", 0, build)
-
-    def _trainer(self) -> ProcessSpec:
-        config, trainer = self._config, self._config.trainer
-
-        def build(incarnation: int, port: int) -> list[str]:
-            spec = TrainerSpec(
-                run_id=config.run_id,
-                run_dir=config.directory,
-                store_location=self._run.store.location,
-                model_path=config.model.path,
-                port=port,
-                incarnation=incarnation * 1000,  # the warm parent counts its groups from here
-                tp=trainer.tp,
-                pp=trainer.pp,
-                cp=trainer.cp,
-                dp=trainer.dp,
-                ep=trainer.ep,
-                routing_replay=trainer.routing_replay,
-                seed=config.seed,
-                loss=trainer.loss.spec,
-                critic=trainer.critic.spec if trainer.critic is not None else None,
-                device=trainer.device,
-                transformer_engine=trainer.transformer_engine,
-                optimizer_offload=trainer.optimizer_offload,
-                dtype=trainer.dtype,
-                sequence_parallel=trainer.sequence_parallel,
-                recompute=trainer.recompute,
-                distributed_optimizer=trainer.distributed_optimizer,
-                optimizer=OptimizerSpec(
-                    kind=trainer.optimizer,
-                    momentum=trainer.momentum,
-                    betas=trainer.betas,
-                    eps=trainer.eps,
-                    weight_decay=trainer.weight_decay,
-                    grad_clip=trainer.grad_clip,
-                ),
-                micro_batch_tokens=config.batch.micro_batch_tokens,
-                threads_per_rank=trainer.threads_per_rank,
-            )
-            return self._module("trainer.main", "--spec", self._write("trainer-0", spec.model_dump_json()))
-
-        return self._spec("trainer", 0, build)
-
-    def _courier(self) -> ProcessSpec:
-        trainer = self._config.trainer
-        ranks = trainer.tp * trainer.pp * trainer.cp * trainer.dp
-
-        def build(incarnation: int, port: int) -> list[str]:
-            spec = CourierSpec(port=port, incarnation=incarnation, device=trainer.device, ranks=ranks)
-            return self._module("trainer.courier", "--spec", self._write("courier-0", spec.model_dump_json()))
-
-        return self._spec("courier", 0, build)
-
-    def _write(self, name: str, text: str) -> str:
-        path = self._directory / f"{name}.json"
-        path.write_text(text)
-        return str(path)
+    def works(self, role: str) -> bool:
+        """Some process of this role is there, or about to be."""
+        processes = [] if self._launcher is None else self._launcher.processes.values()
+        return any(process.spec.role == role and process.state in ("starting", "ready", "waiting") for process in processes)
 
 
 def _children(pid: int) -> list[int]:

@@ -31,6 +31,7 @@ class Publisher:
         self._newest: Snapshot | None = None  # what the engines should have
         self._kept: Snapshot | None = None  # the newest that is on an engine
         self._pushing: Snapshot | None = None
+        self._held: tuple[Snapshot, ...] = ()  # by the evaluator
         self.gap_max: float | None = None
 
     @property
@@ -87,11 +88,26 @@ class Publisher:
 
     def _free(self, snapshot: Snapshot) -> None:
         """Free what no snapshot still in use holds. By key: a trainer that came back makes the same version under the same keys."""
-        used = {bucket["key"] for s in (self._newest, self._kept, self._pushing) if s is not None for bucket in s.buckets}
+        used = {bucket["key"] for s in self._in_use() for bucket in s.buckets}
         self._core.store.free(Ref.from_wire(bucket) for bucket in snapshot.buckets if bucket["key"] not in used)
+
+    def _in_use(self) -> list[Snapshot]:
+        return [s for s in (self._newest, self._kept, self._pushing, *self._held) if s is not None]
+
+    @property
+    def newest(self) -> Snapshot | None:
+        """What the engines should have."""
+        return self._newest
+
+    def hold(self, *snapshots: Snapshot) -> None:
+        """Keep the buckets of these, and no longer of those that were held before, whatever the engines of the run get."""
+        before, self._held = self._held, snapshots
+        for snapshot in before:
+            self._free(snapshot)
 
     def free_all(self) -> None:
         """At the end of the run."""
-        done = {bucket["key"]: bucket for s in (self._newest, self._kept, self._pushing) if s is not None for bucket in s.buckets}
+        done = {bucket["key"]: bucket for s in self._in_use() for bucket in s.buckets}
         self._newest = self._kept = self._pushing = None
+        self._held = ()
         self._core.store.free(Ref.from_wire(bucket) for bucket in done.values())

@@ -135,6 +135,10 @@ class Pusher:
             return False
         return True
 
+    def verified(self, version: str) -> bool:
+        """Did these weights, on this life of an engine, pass every check?"""
+        return version in self._verified
+
     async def trusted(self, answer: Prefix) -> Prefix:
         """The tokens of this answer that verified weights made: all of them, but for a push that did not pass its checks.
 

@@ -1,20 +1,26 @@
 """At start: the ledger against what is really there, and in one line what was found and decided.
 
-Rows that a live trajectory owns and that are gone are made again, under the old tag; what lies in the store and has no owner is freed;
-what was running counts one more try, since nobody knows whether it had been sent.
+The rows of what is ready or consumed are looked for in shared memory, then among what was parked, then in the snapshot; a ready trajectory
+whose rows are nowhere is made again, under its old tag. What was running goes on from the prefix log where it holds some of it, and counts
+one more try, since nobody knows whether it had been sent. What lies in the store and has no owner is freed. The ledger keeps how many of
+which.
 """
 
 from __future__ import annotations
 
 import logging
+import time
+from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 
 from driver.batcher import smallest_batch
 from driver.core import Core
-from driver.events import RowsLost, TrajectoryRetried
-from driver.ledger import Sample
-from driver.training import rows_present
-from store import EmbeddedStore
+from driver.events import Found, Restarted, RowsLost, SampleDiscarded, TrajectoryRetried
+from driver.ledger import CONSUMED, Sample
+from driver.prefix_log import PrefixLog
+from driver.row_snapshot import RowSnapshot, wanted_keys
+from store import EmbeddedStore, StoreError
 
 log = logging.getLogger("headrace.reconcile")
 
@@ -23,19 +29,21 @@ class CannotContinue(RuntimeError):
     """A configuration with which this run can not go on. A sentence for the user."""
 
 
-def reconcile(core: Core, store: EmbeddedStore, settle: Callable[[Sample], None]) -> None:
-    """Before any loop runs. `settle` is told each live sample, and decides on those of which nothing runs. CannotContinue."""
+def reconcile(
+    core: Core, store: EmbeddedStore, settle: Callable[[Sample], None], prefixes: PrefixLog, snapshot: RowSnapshot
+) -> Found | None:
+    """Before any loop runs. `settle` is told each live sample, and decides on those of which nothing runs. Returns what was found; None at
+    the first start. CannotContinue."""
     ledger, config = core.ledger, core.config
-    restored = store.unpark(config.directory / "parked")
-    owned = set()
-    lost = 0
-    for sample in ledger.samples.values():
-        for trajectory in sample.trajectories:
-            if trajectory.state == "ready" and not rows_present(core, trajectory.leaves):
-                core.apply(RowsLost(traj_uid=trajectory.traj_uid, reason="rows lost with the host's memory"))
-                lost += 1
-            owned |= {ref["key"] for leaf in trajectory.leaves for ref in (leaf.rollout, leaf.reward)}
-    for trajectory in [t for s in ledger.live() for t in s.in_state("running") if t.reason is None]:
+    continued = ledger.next_uid > 0
+    sources = _find_rows(core, store, snapshot, config.directory / "parked")
+    nowhere = [ledger.trajectory(traj_uid) for traj_uid, source in sources.items() if source == "again"]
+    lost = [t for t in nowhere if t is not None and t.state != CONSUMED]
+    for trajectory in lost:
+        core.apply(RowsLost(traj_uid=trajectory.traj_uid, reason="its rows are in neither memory, parked nor snapshot"))
+    running = [t for s in ledger.live() for t in s.in_state("running")]
+    resumed = prefixes.keep(t.traj_uid for t in running)
+    for trajectory in [t for t in running if t.reason is None]:
         # Whether it had been sent is not known: its next request counts as another try.
         core.apply(TrajectoryRetried(traj_uid=trajectory.traj_uid, kind="infrastructure", reason="the driver was restarted"))
     needed = smallest_batch(ledger.live_by_deadline, ledger.next_batch)
@@ -44,21 +52,69 @@ def reconcile(core: Core, store: EmbeddedStore, settle: Callable[[Sample], None]
             f"batch.samples is {config.batch.samples}, but samples were registered for larger batches: at least {needed} a batch "
             f"are needed to train them in time. Set batch.samples to {needed} or more, or begin a new run_id"
         )
+    counted = Counter(sources.values())
+    found = Found(
+        memory=counted["memory"],
+        parked=counted["parked"],
+        snapshot=counted["snapshot"],
+        again=len(lost),
+        consumed_without_rows=len(nowhere) - len(lost),
+        resumed=len(resumed),
+        resumed_tokens=sum(resumed.values()),
+        from_prompt=len(running) - len(resumed),
+    )
+    if continued:
+        core.apply(Restarted(found=found, time=time.time()))
     for sample in list(ledger.live()):
         settle(sample)
-    published = store.keys()
-    orphans = [store.ref(key) for key in published if key not in owned]
+    for sample in list(ledger.evaluated()):
+        core.apply(SampleDiscarded(uid=sample.uid, reason="evaluation: the driver was restarted", time=time.time()))
+    owned = {
+        ref["key"] for s in ledger.samples.values() for t in s.trajectories for leaf in t.leaves for ref in (leaf.rollout, leaf.reward)
+    }
+    orphans = [store.ref(key) for key in set(store.keys()) - owned]
     store.free(orphans)
-    if ledger.next_uid:
-        log.info(
-            "continuing at version %d (committed %d, epoch %d): %d samples live, %d batches to finish, "
-            "%d objects restored, %d trajectories without rows, %d orphans freed",
-            ledger.trained_version,
-            ledger.committed_version,
-            ledger.epoch,
-            sum(ledger.live_by_deadline.values()),
-            len(ledger.batches),
-            restored,
-            lost,
-            len(orphans),
-        )
+    if not continued:
+        return None
+    log.info(
+        "continuing at version %d (committed %d, epoch %d): %d samples live, %d batches to finish. Trajectories with rows: %d in memory, "
+        "%d parked, %d from the snapshot; without: %d ready ones are made again, %d consumed ones unless a checkpoint holds them. "
+        "Running: %d go on from %d logged tokens, %d from their prompts. %d orphans freed",
+        ledger.trained_version,
+        ledger.committed_version,
+        ledger.epoch,
+        sum(ledger.live_by_deadline.values()),
+        len(ledger.batches),
+        found.memory,
+        found.parked,
+        found.snapshot,
+        found.again,
+        found.consumed_without_rows,
+        found.resumed,
+        found.resumed_tokens,
+        found.from_prompt,
+        len(orphans),
+    )
+    return found
+
+
+def _find_rows(core: Core, store: EmbeddedStore, snapshot: RowSnapshot, parked: Path) -> dict[str, str]:
+    """Where the rows of each ready or consumed trajectory were: the last of memory, parked, snapshot, again that any of them needed."""
+    wanted = wanted_keys(core)
+    memory = set(store.keys())
+    try:
+        store.unpark(parked)
+    except (StoreError, OSError) as error:
+        raise CannotContinue(
+            f"the rows parked in {parked} can not be put back: {error}; raise store.capacity_bytes if they do not fit, or move the folder "
+            "away: its rows are then generated again"
+        ) from error
+    unparked = set(store.keys()) - memory
+    missing = {key for keys in wanted.values() for key in keys} - memory - unparked
+    restored = snapshot.restore(missing)
+    order = ["memory", "parked", "snapshot", "again"]
+
+    def rank(key: str) -> int:
+        return 0 if key in memory else 1 if key in unparked else 2 if key in restored else 3
+
+    return {traj_uid: order[max(map(rank, keys))] for traj_uid, keys in wanted.items()}

@@ -59,6 +59,15 @@ class Routing:
         except TimeoutError:
             raise TimeoutError(f"no router within {deadline_s:g} s: {self.reason}") from None
 
+    async def without(self, url: str) -> None:
+        """This engine goes: the router is told at once, and sends nothing there any more. Never raises."""
+        try:
+            for worker in await self.client.workers():
+                if worker.url == url:
+                    await self.client.remove(worker.worker_id)
+        except EngineError as error:  # its loop may have been faster
+            log.info("router %s, asked to let go of %s: %s", self.client.url, url, error)
+
     async def _look(self) -> str | None:
         """Mend the difference; why nothing can be sent now, or None."""
         slots = list(self._pool.slots.values())

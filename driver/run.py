@@ -11,8 +11,10 @@ with an exception ends the run visibly, with its reason in `failure` (H8).
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import time
+from pathlib import Path
 
 import orjson
 
@@ -21,37 +23,54 @@ from driver.core import Core
 from driver.dispatch import Dispatch
 from driver.distributed import Courier, DistributedTransport
 from driver.engine_watch import EngineWatch
-from driver.events import RunEnded, SampleDiscarded
+from driver.evaluation import Evaluator
+from driver.events import Found, RunEnded, SampleDiscarded
 from driver.feed import Feed
 from driver.finished import Finished
 from driver.history import History
 from driver.launcher import StartFailed
 from driver.ledger import Upsert
 from driver.ledger_db import LedgerDB, LedgerError
+from driver.own_roles import OwnRoles
+from driver.planned import plan_of
+from driver.planner import PlanError
+from driver.prefix_log import PrefixLog
 from driver.processes import Processes
 from driver.publish import Publisher
 from driver.push import Pusher
 from driver.reconcile import CannotContinue, reconcile
 from driver.routing import Routing
+from driver.row_snapshot import RowSnapshot
 from driver.scoring import Scoring
 from driver.settings import RunConfig
-from driver.snapshot import PushImpossible
+from driver.snapshot import PushImpossible, Snapshot
+from driver.stream_db import StreamError
 from driver.training import CheckpointMissing, Training
 from driver.transport import Transports
+from driver.turns import direct
 from driver.watermark import Watermark
 from rollout.client import make_http
 from rollout.pool import EnginePool
 from rollout.router import RouterClient
 from rollout.tokens import TokenizerView
-from store import EmbeddedStore, StoreStats
+from store import EmbeddedStore, StoreError, StoreStats
 from trainer.client import TrainerRefused
 
 log = logging.getLogger("headrace.run")
-EXPECTED = (StartFailed, TrainerRefused, CheckpointMissing, LedgerError, PushImpossible)  # their text is for the user and says it all
+EXPECTED = (
+    StartFailed,
+    TrainerRefused,
+    CheckpointMissing,
+    LedgerError,
+    PushImpossible,
+    PlanError,
+    StreamError,
+)  # their text is for the user and says it all
 
 
 class Run:
     def __init__(self, config: RunConfig) -> None:
+        plan_of(config)  # what can not be started is refused before anything is made
         self.config = config
         config.directory.mkdir(parents=True, exist_ok=True)
         self.log_directory = config.directory / "logs"
@@ -70,13 +89,7 @@ class Run:
         self.courier = Courier(self.http)
         self.transports = Transports.of(config, lambda: DistributedTransport.of(config, self.courier))
         self.transports.sweep()
-        self.pusher = Pusher(
-            self.pool,
-            deadline_s=config.push.deadline_s,
-            logprob_tolerance=config.logprob_tolerance,
-            replace=lambda slot, reason: self.processes.replace(slot.engine_id, reason),
-            transports=self.transports,
-        )
+        self.pusher = self._pusher_of(self.pool)
         self.publisher = Publisher(self.core, self.pool, self.pusher)
         self.scoring = Scoring(self.core, wait_s=config.reward.batch_wait_s, deadline_s=config.reward.deadline_s)
         watermark = Watermark(config.batch.samples * config.rollout.n)
@@ -86,6 +99,15 @@ class Run:
         if rollout.router_url is not None:
             router = RouterClient(rollout.router_url, self.http, rollout.router_api_key, vocab_size=self.tokenizer.vocab_size)
             self.routing = Routing(self.core, self.pool, router, rollout.engine_api_key, lambda: self.processes.engine_urls)
+        self.prefixes = PrefixLog(
+            config.directory / "prefixes.sqlite",
+            db,
+            every_s=rollout.prefix_log_every_s,
+            every_tokens=rollout.prefix_log_every_tokens,
+            verified=self.pusher.verified,
+        )
+        self.snapshot = RowSnapshot(config.directory / "rows.sqlite", self.core, store, config.store.snapshot_every_s)
+        self.found: Found | None = None  # at start, when there was something
         self.dispatch = Dispatch(
             self.core,
             self.pool,
@@ -95,7 +117,23 @@ class Run:
             watermark,
             on_discarded=self.finished.discarded,
             routing=self.routing,
+            prefixes=self.prefixes,
         )
+        self.evaluator_pool = EnginePool() if config.evaluation is not None and config.evaluation.engines else self.pool
+        self.evaluator: Evaluator | None = None
+        if config.evaluation is not None:
+            own = self.evaluator_pool is not self.pool
+            self.evaluator = Evaluator(
+                self.core,
+                config.evaluation,
+                self.evaluator_pool,
+                self._pusher_of(self.evaluator_pool) if own else self.pusher,
+                self.publisher,
+                self.scoring,
+                self.tokenizer,
+                self.finished,
+                direct if own else self.dispatch.turns.way,
+            )
         self.engine_watch = EngineWatch(
             self.core,
             self.pool,
@@ -107,7 +145,7 @@ class Run:
             self.core,
             self.http,
             canary_ids=canary_ids(self.tokenizer, config.rollout.context_length),
-            on_snapshot=self.publisher.offer,
+            on_snapshot=self._offer,
             on_applied=lambda batch_id, report: self.history.applied(batch_id, report),
             archive=self.finished.committed,
             on_running_again=self.dispatch.enqueue,
@@ -115,11 +153,26 @@ class Run:
         )
         self.model_facts = orjson.loads((config.model.path / "config.json").read_bytes())
         self.processes = Processes(self)
+        self.own_roles = OwnRoles(self)
         self.state = "starting"
         self.failure: str | None = None
         self.history = History(self)
         self._stop = asyncio.Event()
         self._store_gone = False
+
+    def _pusher_of(self, pool: EnginePool) -> Pusher:
+        return Pusher(
+            pool,
+            deadline_s=self.config.push.deadline_s,
+            logprob_tolerance=self.config.logprob_tolerance,
+            replace=lambda slot, reason: self.processes.replace(slot.engine_id, reason),
+            transports=self.transports,
+        )
+
+    def _offer(self, snapshot: Snapshot) -> None:
+        if self.evaluator is not None:
+            self.evaluator.offer(snapshot)  # first: what it holds is not freed
+        self.publisher.offer(snapshot)
 
     # ---- life ----------------------------------------------------------------------------------------------------------
 
@@ -130,11 +183,12 @@ class Run:
             await self._wind_down()
             return
         try:
-            reconcile(self.core, self.store, self.dispatch.settle)
-        except CannotContinue as error:
+            self.found = reconcile(self.core, self.store, self.dispatch.settle, self.prefixes, self.snapshot)
+        except (CannotContinue, LedgerError) as error:
             self.failure, self.state = str(error), "failed"
             await self._wind_down()
             return
+        rollout = self.config.rollout
         training = asyncio.create_task(self.training.run(), name="training")
         others = [
             asyncio.create_task(coroutine, name=name)
@@ -145,20 +199,31 @@ class Run:
                 ("push", self.publisher.run()),
                 ("engine watch", self.engine_watch.run()),
                 ("tick", self._tick_loop()),
+                *([("evaluation", self.evaluator.run())] if self.evaluator is not None else []),
+                *([("roles", self.own_roles.run())] if self.config.roles else []),
                 *([("routing", self.routing.run())] if self.routing is not None else []),
+                *([("prefix log", self.prefixes.run())] if rollout.prefix_log_every_s is not None else []),
+                *([("snapshot", self.snapshot.run())] if self.snapshot.every_s is not None else []),
             )
         ]
         stop = asyncio.create_task(self._stop.wait(), name="stop")
         self.state = self._last_intent()
         try:
             await asyncio.wait([training, *others, stop], return_when=asyncio.FIRST_COMPLETED)
-            self.failure = _first_failure([training, *others])
+            self.failure = _first_failure([training, *others], self.config.directory)
             if self.failure is not None:
                 self.state = "failed"
             if self.failure is None and training.done():
-                self._end_by_rule()
+                await self._last_evaluation(others)
+                if not (
+                    self._stop.is_set() and self.evaluator is not None and self.evaluator.busy
+                ):  # else the next start evaluates, and ends
+                    self._end_by_rule()
+                await self.own_roles.finish(self.config.stop_deadline_s)
             elif self.failure is None and self._stop.is_set():
                 await self._stop_training(training)
+        except LedgerError as error:  # its last writes
+            self.failure, self.state = str(error), "failed"
         finally:
             stop.cancel()
             for task in [*others, training]:
@@ -184,6 +249,18 @@ class Run:
                 "stopped without a last checkpoint: it took longer than %.0f s; the batches since are replayed", self.config.stop_deadline_s
             )
 
+    async def _last_evaluation(self, others: list[asyncio.Task[None]]) -> None:
+        """Of the last version, while everything still runs."""
+        if self.evaluator is None or self.core.ending == "cancelled":
+            return
+        finish = asyncio.create_task(self.evaluator.finish(self.publisher.newest), name="last evaluation")
+        stopped = asyncio.create_task(self._stop.wait())
+        await asyncio.wait([finish, stopped, *others], return_when=asyncio.FIRST_COMPLETED)
+        for task in (finish, stopped):
+            task.cancel()
+        await asyncio.gather(finish, stopped, return_exceptions=True)
+        self.failure = _first_failure(others, self.config.directory)
+
     def _end_by_rule(self) -> None:
         """All batches are committed; whatever is still live ends with the reason the run ended for."""
         wanted = self.config.stop.batches
@@ -195,35 +272,58 @@ class Run:
             for trajectory in unfinished:
                 self.finished.discarded(sample, trajectory)
             self.finished.free(unfinished)
+        for sample in list(self.core.ledger.evaluated()):
+            self.core.apply(SampleDiscarded(uid=sample.uid, reason=f"run ended: {how}", time=time.time()))
         self.core.apply(RunEnded(how=how))
 
     async def _wind_down(self) -> None:
         """Processes end, what must survive goes to disk, the store goes. The ledger stays open for reading until `close`."""
         core = self.core
         await self.processes.stop()
+        self.own_roles.close()
         self.publisher.free_all()
         self.transports.sweep()
+        unlogged = self.prefixes.close()
         try:
-            if not core.db.failure:
-                await core.db.durable()
-        finally:
-            try:
-                self.finished.archive.flush()
-            except OSError as error:
-                self.failure = self.failure or str(error)
-            self.history.metrics.close()
             if core.ledger.ended is None:
-                kept = self.store.park(self.config.directory / "parked")
-                log.info("%d objects are kept in %s for the next start", kept, self.config.directory / "parked")
-            self.store.remove()
-            self._store_gone = True
-            await self.http.aclose()
+                self.dispatch.turns.count_resampled(unlogged)
+            await core.db.durable()
+        except LedgerError as error:
+            self.failure = self.failure or str(error)
+        if over := core.ledger.ended is not None and not core.db.failure:
+            self.prefixes.close(remove=True)
+        self.snapshot.close(remove=over)
+        try:
+            self.finished.archive.flush()
+        except OSError as error:
+            self.failure = self.failure or str(error)
+        self.history.metrics.close()
+        self._keep_rows()
+        await self.http.aclose()
         if self.failure:
             self.state = "failed"
             log.error("the run has stopped: %s", self.failure)
         else:
             self.state = "finished" if core.ledger.ended else "stopped"
         core.waits.clear()
+
+    def _keep_rows(self) -> None:
+        """What the ledger on disk may still speak of goes to disk too; where it can not, it stays in shared memory for the next start."""
+        if self.core.ledger.ended is None or self.core.db.failure:
+            parked = self.config.directory / "parked"
+            try:
+                kept = self.store.park(parked)
+            except (OSError, StoreError) as error:
+                self.failure = self.failure or f"the ready rows can not be kept in {parked}: {error}; free space there"
+                log.warning(
+                    "the ready rows stay in %s: %s; a start finds them there, unless the host is restarted before",
+                    self.store.location,
+                    error,
+                )
+                return
+            log.info("%d objects are kept in %s for the next start", kept, parked)
+        self.store.remove()
+        self._store_gone = True
 
     def close(self) -> None:
         """Let go of the ledger."""
@@ -275,9 +375,11 @@ class Run:
     # ---- once a second ----
 
     async def _tick_loop(self) -> None:
-        """Once a second: busy shares, and the archive's age. Owned by `run`."""
+        """Once a second: is the ledger well, busy shares, and the archive's age. Owned by `run`."""
         while True:
             await asyncio.sleep(1.0)
+            if self.core.db.failure:  # nothing may be about to be written
+                raise LedgerError(self.core.db.failure)
             self.history.measure_busy()
             self.scoring.look()
             if self.finished.archive.due:
@@ -290,12 +392,14 @@ def canary_ids(tokenizer: TokenizerView, context_length: int) -> list[int]:
     return [(7 + 37 * i) % tokenizer.vocab_size for i in range(length)]
 
 
-def _first_failure(tasks: list[asyncio.Task[None]]) -> str | None:
+def _first_failure(tasks: list[asyncio.Task[None]], directory: Path) -> str | None:
     """The reason of the first task that died, with its traceback in the log."""
     for task in tasks:
         if task.done() and not task.cancelled() and (error := task.exception()) is not None:
             while isinstance(error, BaseExceptionGroup):
                 error = error.exceptions[0]
+            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+                return f"{task.get_name()}: {error}; free space on the disk of {directory} or make it writable, then start again"
             if not isinstance(error, EXPECTED):  # one of ours, with its place
                 log.error("the %s loop has died", task.get_name(), exc_info=error)
             return f"{task.get_name()}: {error or type(error).__name__}"

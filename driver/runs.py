@@ -175,6 +175,8 @@ class Runs:
             if begun.datasets and not begins_anew:
                 await asyncio.to_thread(_copy_datasets, origin.config.directory, config.directory)
             run = Run(config)
+            if begun.engines == "take_over":
+                run.processes.wanted.follow(origin.processes.wanted)
             run.processes.taken, taken = taken, []
         except (ConfigError, LedgerError, ValueError, OSError) as error:
             self.waiting[begun.run_id] = f"it could not begin: {error}"

@@ -57,6 +57,11 @@ class Scoring:
         self._core.waiting("reward", f"the reward service is starting again: {reason.splitlines()[0]}")
 
     @property
+    def client(self) -> RewardClient | None:
+        """Of the service that answers now."""
+        return self._client
+
+    @property
     def in_flight(self) -> int:
         return len(self._since)
 

@@ -32,6 +32,8 @@ from driver.feed import FeedError
 from driver.ledger_db import LedgerError
 from driver.run import Run
 from driver.runs import Runs
+from driver.service_evaluation import add_evaluation_routes
+from driver.service_roles import add_role_routes
 from driver.service_runs import add_routes as add_run_routes
 from driver.settings import SECRETS
 from rollout.address import NotAllowed
@@ -167,6 +169,7 @@ def create_app(fleet: Runs, *, token: str | None, loopback: bool, shutdown: Call
         return {run_id: observe.why(run) for run_id, run in runs.items()}
 
     add_run_routes(app, fleet)
+    add_evaluation_routes(app, run_of)
 
     # ---- one run -------------------------------------------------------------------------------------------------------
 
@@ -211,6 +214,8 @@ def create_app(fleet: Runs, *, token: str | None, loopback: bool, shutdown: Call
     async def processes(run: RunDep) -> list[dict[str, Any]]:
         """Every process of the run: role, state, incarnation, pid, address."""
         return run.processes.facts
+
+    add_role_routes(app, run_of)
 
     @app.get("/v1/runs/{run}/why", tags=["runs"])
     async def run_why(run: RunDep) -> dict[str, Any]:

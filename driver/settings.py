@@ -9,11 +9,14 @@ import ipaddress
 import math
 import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from driver.settings_evaluation import EvaluationConfig
+from driver.settings_roles import NAME as ROLE_NAME
+from driver.settings_roles import RoleConfig, check_names
 from rollout.address import bare_host, checked_url, is_loopback
 from rollout.sglang.spec import SglangSpec
 from trainer.layout import misplaced, nothing_to_offload
@@ -68,6 +71,20 @@ class RolloutConfig(_Section):
     stream_interval: int = Field(16, ge=1, description="tokens per streamed chunk: with an engine at most this much is lost a request")
     stall_s: float = Field(
         60.0, gt=0, description="a request without a new token for this long goes elsewhere; an engine that is silent so long is replaced"
+    )
+    prefix_log_every_s: float | None = Field(
+        2.0,
+        gt=0,
+        le=60,
+        description="tokens of unfinished answers go to RUN_DIR/prefixes.sqlite this often, and after a restart are gone on from; null: "
+        "they are sampled from their prompts again",
+    )
+    prefix_log_every_tokens: int = Field(256, ge=1, description="and as soon as a trajectory has so many that are not there yet")
+    part_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="answers are asked for in parts of so many tokens, each going on from the one before: bounds what is sampled again "
+        "when an engine or the driver is lost after a push; null: in one, and what came after a push in its middle is lost with it",
     )
     loads_interval_s: float = Field(1.0, gt=0, le=60, description="each engine is asked this often how loaded it is, and seen to move")
     infrastructure_retries: int = Field(20, ge=0, description="a request lost to a dead engine is sent again this often")
@@ -200,6 +217,9 @@ class TrainerConfig(_Section):
     loss: LossConfig = LossConfig()
     critic: CriticConfig | None = Field(None, description="a value model beside the policy; {} takes the defaults")
     threads_per_rank: int = Field(1, ge=1)
+    stall_s: float = Field(
+        300.0, gt=0, description="busy, and for this long no micro-batch and no command done: its group is restarted; longer than a save"
+    )
     step_deadline_s: float = Field(600.0, gt=0, description="a training call without an answer for this long: the group is restarted")
 
     @field_validator("transformer_engine", mode="before")
@@ -272,6 +292,12 @@ class StoreConfig(_Section):
     backend: Literal["embedded"] = "embedded"
     directory: Path | None = Field(None, description="default /dev/shm/headrace-UID-RUN; must be a memory file system")
     capacity_bytes: int = Field(1 << 30, ge=1 << 20)
+    snapshot_every_s: float | None = Field(
+        None,
+        gt=0,
+        description="ready and consumed rows are copied to RUN_DIR/rows.sqlite this often, for a host that goes down; null: after that "
+        "they are generated again",
+    )
 
 
 class ServiceConfig(_Section):
@@ -338,6 +364,8 @@ class RunConfig(_Section):
     stop: StopConfig = StopConfig()
     store: StoreConfig = StoreConfig()
     service: ServiceConfig = ServiceConfig()
+    roles: dict[Annotated[str, Field(pattern=ROLE_NAME)], RoleConfig] = Field({}, description="your own processes; see examples/own_role")
+    evaluation: EvaluationConfig | None = Field(None, description="a held-out set, scored at chosen versions; null: none")
     stop_deadline_s: float = Field(60.0, gt=0, description="SIGTERM waits this long for the step in flight and a last checkpoint")
     shuffle: bool = Field(True, description="dataset rows in a seeded order, another one each epoch; false: as they came")
     data: Path | None = Field(None, description="a dataset file submitted, and closed, at start")
@@ -379,6 +407,12 @@ class RunConfig(_Section):
     def sample_bytes(self) -> int:
         """Worst case of one sample in the store: every trajectory at full length, its two objects with their headers."""
         return self.rollout.n * (self.row_tokens * (4 + 1 + 4) + 4096 * 2)
+
+    @field_validator("roles")
+    @classmethod
+    def _role_names(cls, roles: dict[str, RoleConfig]) -> dict[str, RoleConfig]:
+        check_names(roles)
+        return roles
 
     @model_validator(mode="after")
     def _whole(self) -> RunConfig:

@@ -252,6 +252,8 @@ class Training:
         core = self._core
         ledger = core.ledger
         reply = await self._trainer().snapshot(ledger.epoch, ledger.trained_version, core.config.push.bucket_bytes, self._canary_ids)
+        # No token may name a version that a restart would make again under the same name.
+        await core.db.durable()
         self._on_snapshot(
             Snapshot(
                 core.run_id,
@@ -353,6 +355,11 @@ class Training:
         while ledger.trained_version < version:
             # Trained and saved, but the driver died before it wrote so: the checkpoint is the truth.
             batch_id = ledger.trained_version
+            if batch_id not in ledger.batches:
+                raise CheckpointMissing(
+                    f"the checkpoint {path} holds version {version}, but the ledger knows no batch {batch_id}: it is an older copy, or its "
+                    "newest part is damaged. Put the ledger of this checkpoint back, or begin a new run_id with model.path at its hf folder"
+                )
             skipped = skipped_reason(core.config.directory / "trained_rows.jsonl", batch_id)
             core.apply(BatchApplied(batch_id=batch_id, epoch=ledger.epoch, skipped=skipped, report=b"{}", time=time.time()))
         await self._recorded()

@@ -4,8 +4,9 @@
                      ▲                                         │
                      └── lost, aborted, not verified, silent ──┘ on from the last trusted token
 
-Nothing is sampled anew from scratch in silence: what had to be given back is counted. A turn ends in `GivenUp` with its reason when its
-budget of tries is used, or when the prompt itself is refused.
+Nothing is sampled anew from scratch in silence: what had to be given back is counted. What was received in a life of the driver before this
+one is in the prefix log, and a turn begins with it. A turn ends in `GivenUp` with its reason when its budget of tries is used, or when the
+prompt itself is refused.
 """
 
 from __future__ import annotations
@@ -14,11 +15,16 @@ import asyncio
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from driver.core import Core
 from driver.events import TrajectoryRetried
-from driver.ledger import RUNNING, Trajectory
+from driver.ledger import RUNNING, Trajectory, Upsert
+from driver.prefix_log import PrefixLog
+from driver.prefixes import TurnBuffer, usable
 from driver.push import Pusher
 from driver.routing import Routing
 from rollout.answer import EngineError, Generation, Prefix, joined
@@ -63,24 +69,47 @@ def retry(core: Core, trajectory: Trajectory, kind: str, reason: str) -> None:
     core.apply(TrajectoryRetried(traj_uid=trajectory.traj_uid, kind=kind, reason=reason))
 
 
+def direct(lease: Lease) -> Way:
+    """To the engine of the lease itself."""
+    return Way(lease.client, lease.slot.clock, str(lease.slot.verified), None)
+
+
 class Turns:
     """Asks engines for the turns of trajectories."""
 
-    def __init__(self, core: Core, pool: EnginePool, pusher: Pusher, tokenizer: TokenizerView, routing: Routing | None) -> None:
+    def __init__(
+        self,
+        core: Core,
+        pool: EnginePool,
+        pusher: Pusher,
+        tokenizer: TokenizerView,
+        routing: Routing | None,
+        prefixes: PrefixLog | None = None,
+    ) -> None:
         self._core = core
+        self.prefixes = prefixes or PrefixLog(Path(), core.db, every_s=None, every_tokens=1, verified=pusher.verified)
         self._pool = pool
         self._pusher = pusher
         self._tokenizer = tokenizer
         self._routing = routing
         self._first: dict[int, EngineSlot] = {}  # of live samples: who took its first request, and holds the prompt
         self._last: dict[str, EngineSlot] = {}  # of trajectories in flight: who took its last turn or part
-        self.tokens_resampled = 0
+        found = core.db.query("SELECT value FROM meta WHERE name = 'tokens_resampled'")
+        self.tokens_resampled: int = msgspec.json.decode(found[0][0]) if found else 0  # over all lives of the driver
         self.progress: dict[str, int] = {}  # tokens so far, by trajectory in flight
 
-    def forget(self, traj_uid: str) -> None:
-        """It is in flight no more."""
-        self.progress.pop(traj_uid, None)
-        self._last.pop(traj_uid, None)
+    def forget(self, trajectory: Trajectory) -> None:
+        """It is in flight no more: because it has ended, or because the driver ends."""
+        self.progress.pop(trajectory.traj_uid, None)
+        self._last.pop(trajectory.traj_uid, None)
+        if trajectory.state != RUNNING:
+            self.prefixes.ended(trajectory.traj_uid)
+
+    def count_resampled(self, tokens: int) -> None:
+        """Sampled, and given back: kept over restarts."""
+        if tokens:
+            self.tokens_resampled += tokens
+            self._core.db.write([Upsert("meta", {"name": "tokens_resampled", "value": msgspec.json.encode(self.tokens_resampled)})])
 
     def forget_sample(self, uid: int) -> None:
         """None of it is running any more."""
@@ -108,23 +137,36 @@ class Turns:
         budget = sampling["max_new_tokens"]
         stops = {*self._tokenizer.eos_ids, *config.sampling.stop_token_ids}
         kept = Prefix()
+        buffer, logged, useless = self.prefixes.turn(trajectory.traj_uid, turn, prompt_ids, config.sampling.temperature)
+        self.count_resampled(useless)
+        if logged is not None:
+            kept = usable(logged.prefix, stops, budget)
+            self.count_resampled(len(logged.prefix.output_ids) - len(kept.output_ids))
+            if logged.finish == "stop" and kept is logged.prefix:
+                return Generation(kept.output_ids, kept.log_probs, kept.spans, "stop", len(prompt_ids))
+            buffer.kept(kept)
         avoid: tuple[str, ...] = ()
         fruitless = 0  # tries in a row
         for part in range(1_000_000):
             if fruitless > 1:
                 await asyncio.sleep(min(FIRST_PAUSE_S * 2 ** (fruitless - 2), LONGEST_PAUSE_S))
             if kept.output_ids and (kept.output_ids[-1] in stops or len(kept.output_ids) >= budget):
-                return _complete(kept, stops, len(prompt_ids))
+                whole = _complete(kept, stops, len(prompt_ids))
+                buffer.kept(kept, whole.finish_reason)
+                return whole
             tried = trajectory.infrastructure_attempts
             rid = f"{self._core.run_id}.{self._core.ledger.epoch}.{trajectory.traj_uid}.{turn:04d}.{tried:06d}.{part:06d}"
-            request = {**sampling, "max_new_tokens": budget - len(kept.output_ids)}
+            room = budget - len(kept.output_ids)
+            asked = min(room, config.part_tokens or room)
+            request = {**sampling, "max_new_tokens": asked}
             try:
                 if self._routing is not None:
                     await self._routing.usable(ENGINE_WAIT_S)
                 asker, prefer = f"trajectory {trajectory.traj_uid}", self._prefers(trajectory)
                 async with self._pool.acquire(ENGINE_WAIT_S, asker, avoid=avoid, prefer=prefer) as lease:
-                    slot, way = lease.slot, self._way(lease)
+                    slot, way = lease.slot, self.way(lease)
                     self._took(trajectory, slot)
+                    buffer.asks(way.version, way.versions)
                     try:
                         answer = await way.client.generate(
                             [*prompt_ids, *kept.output_ids],
@@ -133,7 +175,7 @@ class Turns:
                             stall_s=config.stall_s,
                             clock=way.clock,
                             version=way.version,
-                            on_tokens=self._count(trajectory, len(kept.output_ids), slot),
+                            on_tokens=self._count(trajectory, len(kept.output_ids), slot, buffer),
                         )
                         slot.heard()
                     except EngineError as error:
@@ -141,28 +183,39 @@ class Turns:
                             slot.heard()
                         received = await self._pusher.trusted(way.sure(error.prefix))
                         kept = _extend(kept, received)
+                        buffer.kept(kept)
                         avoid = (slot.engine_id,)
                         fruitless = 0 if received.output_ids else fruitless + 1
                         if error.kind == "data":  # a key or a path that is refused says nothing of the prompt, nor of other engines
                             raise GivenUp(f"{error.kind}: {error}") from error
-                        retry(self._core, trajectory, "infrastructure", str(error))
+                        if not slot.released:
+                            retry(self._core, trajectory, "infrastructure", str(error))
                         continue
                 received = await self._pusher.trusted(answer)
+                if len(received.output_ids) == len(answer.output_ids) and answer.finish_reason == "length" and asked < room:
+                    kept = _extend(kept, received)  # one part of it
+                    buffer.kept(kept)
+                    fruitless = 0
+                    continue
                 if len(received.output_ids) == len(answer.output_ids) and answer.finish_reason != "abort":
-                    return joined(kept, answer)
+                    whole = joined(kept, answer)
+                    buffer.kept(whole, whole.finish_reason)
+                    return whole
                 # Aborted by the engine, or made by weights that failed their check: go on from what is good.
-                self.tokens_resampled += len(answer.output_ids) - len(received.output_ids)
+                self.count_resampled(len(answer.output_ids) - len(received.output_ids))
                 kept = _extend(kept, received)
+                buffer.kept(kept)
                 fruitless = 0 if received.output_ids else fruitless + 1
-                if not received.output_ids:
+                if not received.output_ids and not slot.released:
                     retry(self._core, trajectory, "infrastructure", f"{slot.engine_id} ended the request without a token")
             except TimeoutError as error:
                 retry(self._core, trajectory, "infrastructure", str(error))
         raise AssertionError("unreachable")
 
-    def _way(self, lease: Lease) -> Way:
+    def way(self, lease: Lease) -> Way:
+        """How a request on this lease goes."""
         if self._routing is None:
-            return Way(lease.client, lease.slot.clock, str(lease.slot.verified), None)
+            return direct(lease)
         versions = frozenset(str(slot.verified) for slot in self._pool.slots.values() if slot.state == "open")
         return Way(self._routing.client.engine, self._pool.clock, None, versions)
 
@@ -179,12 +232,15 @@ class Turns:
         if first is None or first.state == "gone":
             self._first[trajectory.uid] = slot
 
-    def _count(self, trajectory: Trajectory, before: int, slot: EngineSlot) -> Callable[[list[int], list[float], str], None]:
+    def _count(
+        self, trajectory: Trajectory, before: int, slot: EngineSlot, buffer: TurnBuffer
+    ) -> Callable[[list[int], list[float], str], None]:
         self.progress[trajectory.traj_uid] = before
 
         def on_tokens(ids: list[int], log_probs: list[float], version: str) -> None:
             slot.heard()
             self.progress[trajectory.traj_uid] += len(ids)
+            buffer.got(ids, log_probs, version)
 
         return on_tokens
 

@@ -178,5 +178,5 @@ def main(config: RunConfig, *, exit_when_done: bool, quiet: bool) -> int:
         import uvloop
 
         return uvloop.run(serve(config, exit_when_done=exit_when_done))
-    except (ConfigError, DatasetError) as error:
+    except (ConfigError, DatasetError, LedgerError) as error:
         raise CannotStart(str(error)) from error

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import httpx
 import msgspec
 
-from reward.wire import Health, Job, Result, ScoreReply, ScoreRequest
+from reward.wire import Health, Job, Result, ScoreReply, ScoreRequest, Workers
 
 _encode = msgspec.json.Encoder().encode
 _decode_reply = msgspec.json.Decoder(ScoreReply).decode
@@ -37,6 +37,10 @@ class RewardClient:
         if sorted(result.leaf_id for result in results) != sorted(job.leaf_id for job in jobs):
             raise RewardUnavailable(f"the reward service at {self._url} answered for other leaves than it was asked")
         return results
+
+    async def resize(self, workers: int, deadline_s: float = 5.0) -> None:
+        """So many workers from now on. Raises RewardUnavailable."""
+        await self._call("POST", "/v1/workers", deadline_s, _encode(Workers(workers)))
 
     async def health(self, deadline_s: float = 5.0) -> Health:
         """Raises RewardUnavailable."""

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
+import psutil
 
 from reward.frames import Ready, ScorerFacts, ScorerSetup, Setup, Task, decode_outcome, decode_ready, frame, take_frames
 from reward.outcome import Outcome
@@ -132,6 +133,13 @@ class Worker:
             self._buffer += data
         return bodies
 
+    def stopped(self) -> str | None:
+        """Why nothing came of it, when somebody has stopped its process (SIGSTOP); else None."""
+        with contextlib.suppress(psutil.Error):
+            if psutil.Process(self._process.pid).status() == psutil.STATUS_STOPPED:
+                return f"process {self._process.pid} was stopped from outside"
+        return None
+
     async def kill(self) -> None:
         """End the worker, if it lives or has only just died, and whatever it started: its session is its own."""
         with contextlib.suppress(ProcessLookupError):
@@ -154,6 +162,11 @@ class WorkerPool:
         scorers = {name: ScorerSetup(scorer.rule, scorer.params, scorer.function, scorer.label) for name, scorer in spec.scorers.items()}
         self._setup = Setup(str(spec.plugin_dir.resolve()), scorers)
         self._workers: dict[int, Worker | None] = dict.fromkeys(range(spec.workers))
+        self._serving: dict[int, asyncio.Task[None]] = {}
+        self._busy: set[int] = set()
+        self._dismissed: set[int] = set()
+        self._wanted = spec.workers
+        self._group: asyncio.TaskGroup | None = None
         self._chunks: deque[Chunk] = deque()
         self._waiting = asyncio.Semaphore(0)
         self._facts: dict[str, ScorerFacts] = {}
@@ -176,10 +189,32 @@ class WorkerPool:
         """Serves until cancelled; then no worker is left."""
         try:
             async with asyncio.TaskGroup() as group:
-                for slot in self._workers:
-                    group.create_task(self._serve(slot))
+                self._group = group
+                try:
+                    self.resize(self._wanted)
+                    await asyncio.get_running_loop().create_future()
+                finally:
+                    self._group = None
         finally:
             await self.stop()
+
+    @property
+    def workers(self) -> int:
+        return self._wanted
+
+    def resize(self, count: int) -> None:
+        """So many workers from now on. A new one loads the scorers when its first chunk comes; one too many ends after its chunk."""
+        self._wanted = count
+        if self._group is None:
+            return
+        for slot in range(count):
+            if slot not in self._serving:
+                self._workers.setdefault(slot, None)
+                self._serving[slot] = self._group.create_task(self._serve(slot))
+        for slot, task in self._serving.items():
+            if slot >= count and slot not in self._busy | self._dismissed:
+                self._dismissed.add(slot)
+                task.cancel()  # it waits for a chunk, and holds none
 
     async def stop(self) -> None:
         for slot, worker in self._workers.items():
@@ -200,7 +235,7 @@ class WorkerPool:
             else:
                 groups.setdefault(name, []).append(Item(job, call))
         for name, items in groups.items():
-            share = -(-len(items) // self._spec.workers)
+            share = -(-len(items) // self._wanted)
             size = BATCH_JOBS if self._facts[name].batched else max(1, min(CHUNK_JOBS, share))
             for start in range(0, len(items), size):
                 self._chunks.append(Chunk(name, items[start : start + size]))
@@ -212,13 +247,31 @@ class WorkerPool:
             call.done.cancel()
 
     async def _serve(self, slot: int) -> None:
-        """Consumes chunks; waits for one; unblocked by `score`, and by a chunk another worker gave back."""
-        while True:
-            await self._waiting.acquire()
-            chunk = self._chunks.popleft()
-            items = [item for item in chunk.items if not item.call.done.done()]
-            if not items:
-                continue
+        """Consumes chunks; waits for one; unblocked by `score`, and by a chunk another worker gave back. Ends when it is one too many."""
+        try:
+            while slot < self._wanted:
+                await self._waiting.acquire()
+                self._busy.add(slot)
+                try:
+                    await self._one_chunk(slot)
+                finally:
+                    self._busy.discard(slot)
+        except asyncio.CancelledError:
+            if slot not in self._dismissed:
+                raise
+        finally:
+            self._dismissed.add(slot)  # it is on its way: nobody ends it twice
+            worker, self._workers[slot] = self._workers[slot], None
+            if worker is not None:
+                await worker.discard()
+            self._dismissed.discard(slot)
+            del self._serving[slot]
+        self.resize(self._wanted)  # it may have been wanted again while it ended
+
+    async def _one_chunk(self, slot: int) -> None:
+        chunk = self._chunks.popleft()
+        items = [item for item in chunk.items if not item.call.done.done()]
+        if items:
             self.busy_workers += 1
             try:
                 worker = self._workers[slot]
@@ -256,9 +309,10 @@ class WorkerPool:
             return
         except (TimeoutError, WorkerLost) as error:
             self._workers[slot] = None
+            # Stopped from outside, it would have hung at any job: this one is not to blame.
+            lost = str(error) if isinstance(error, WorkerLost) else worker.stopped()
             await worker.kill()
             left = list(pending.values())
-            lost = str(error) if isinstance(error, WorkerLost) else None
             log.warning("worker %d lost at leaf %s: %s", slot, left[0].job.leaf_id, lost or f"no answer within {limit_s:g} s")
         if self._facts[chunk.scorer].batched and len(left) > 1:
             self._give_back([Chunk(chunk.scorer, [item]) for item in left])

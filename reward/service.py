@@ -1,4 +1,4 @@
-"""The HTTP side: `GET /health` and `POST /v1/score`."""
+"""The HTTP side: `GET /health`, `POST /v1/score`, and `POST /v1/workers`, the number of them from now on."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from fastapi import Depends, FastAPI, Header, HTTPException, Request, Response
 
 from reward.pool import WorkerPool
 from reward.spec import RewardSpec
-from reward.wire import Health, ScoreReply, ScoreRequest
+from reward.wire import Health, ScoreReply, ScoreRequest, Workers
 
 _decode = msgspec.json.Decoder(ScoreRequest).decode
+_decode_workers = msgspec.json.Decoder(Workers).decode
 _encode = msgspec.json.Encoder().encode
 
 
@@ -25,7 +26,16 @@ def create_app(spec: RewardSpec, pool: WorkerPool) -> FastAPI:
 
     @app.get("/health")
     async def health() -> Response:
-        return _json(Health("reward", spec.incarnation, pool.progress, pool.busy_workers, pool.queued))
+        return _json(Health("reward", spec.incarnation, pool.progress, pool.busy_workers, pool.queued, pool.workers))
+
+    @app.post("/v1/workers")
+    async def workers(request: Request) -> Response:
+        try:
+            count = _decode_workers(await request.body()).count
+        except msgspec.MsgspecError as error:
+            raise HTTPException(422, f"not a number of workers: {error}") from error
+        pool.resize(count)
+        return _json(Workers(pool.workers))
 
     @app.post("/v1/score")
     async def score(request: Request) -> Response:

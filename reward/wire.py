@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -45,6 +45,12 @@ class ScoreReply(msgspec.Struct, frozen=True):
     results: list[Result]
 
 
+class Workers(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How many there are to be. Those too many end with what they are at."""
+
+    count: Annotated[int, msgspec.Meta(ge=1)]
+
+
 class Health(msgspec.Struct, frozen=True):
     """`progress` counts leaves answered since the start: it grows while the service works."""
 
@@ -53,3 +59,4 @@ class Health(msgspec.Struct, frozen=True):
     progress: int
     busy_workers: int
     queued: int
+    workers: int = 0

@@ -185,6 +185,10 @@ class EngineClient:
         """Ask for the end of one request. Fire and forget; the request answers with what it has."""
         await self._post("/abort_request", {"rid": rid}, CONTROL_S)
 
+    async def abort_all(self) -> None:
+        """Ask for the end of all requests, whoever sent them; each answers with what it has."""
+        await self._post("/abort_request", {"abort_all": True}, CONTROL_S)
+
     async def pause(self, mode: PauseMode, *, deadline_s: float = CONTROL_S) -> None:
         await self._post("/pause_generation", {"mode": mode}, deadline_s)
 

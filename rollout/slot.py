@@ -53,7 +53,11 @@ class EngineSlot:
         self.preferring_requests = 0  # those that would have this engine, for what it holds of them
         self.preferred_requests = 0  # and got it
         self._most_open = 0
+        self.first_heard_s: float | None = None  # when the first token, or answer, came
+        self.released = False  # sent away by us: what breaks off there is nobody's failure
         self._limits: set[asyncio.Timeout] = set()
+        self._empty = asyncio.Event()
+        self._empty.set()
         self._monotonic = monotonic
         self._state_since_s = monotonic()
         self._busy = Stopwatch(monotonic)
@@ -83,6 +87,8 @@ class EngineSlot:
 
     def heard(self) -> None:
         """A token or an answer came from the engine, to whichever request."""
+        if self.first_heard_s is None:
+            self.first_heard_s = self._monotonic()
         self._silent.restart()
 
     def reported(self, reply: Any, trust_s: float) -> None:
@@ -103,6 +109,10 @@ class EngineSlot:
         """How long ago it reported; None before that."""
         return None if self.load is None else self._monotonic() - self.load.at_s
 
+    def first_token_age_s(self) -> float | None:
+        """How long ago its first token came; None before that."""
+        return None if self.first_heard_s is None else self._monotonic() - self.first_heard_s
+
     def has_room(self) -> bool:
         return self.state == "open" and self.open_requests < self.capacity
 
@@ -111,6 +121,15 @@ class EngineSlot:
         if now_s > self._scale.until_s:
             self._scale = scale(self.capacity, self.load, now_s)
         return self._scale.score(self.open_requests)
+
+    async def emptied(self, deadline_s: float) -> bool:
+        """Wait until no request is open here; False when some still are after the deadline."""
+        try:
+            async with asyncio.timeout(deadline_s):
+                await self._empty.wait()
+        except TimeoutError:
+            return False
+        return True
 
     @contextmanager
     def bounds(self, limit: asyncio.Timeout) -> Iterator[None]:
@@ -125,10 +144,13 @@ class EngineSlot:
         self.open_requests += 1
         self.served_requests += 1
         self._most_open = max(self._most_open, self.open_requests)
+        self._empty.clear()
         self._run_clocks()
 
     def _give_back(self) -> None:
         self.open_requests -= 1
+        if not self.open_requests:
+            self._empty.set()
         self._run_clocks()
 
     def _go(self, state: State, reason: str) -> None:

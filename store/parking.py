@@ -27,15 +27,19 @@ def park(store: EmbeddedStore, directory: Path) -> int:
     unpark(store, directory)
     refs = [store.ref(key) for key in sorted(store.keys())]
     partial = directory / (ARCHIVE + ".partial")
-    with open(partial, "wb") as file:
-        with tarfile.open(fileobj=file, mode="w", format=tarfile.PAX_FORMAT) as archive:
-            for ref in refs:
-                encoded = store.encoded(ref)
-                member = tarfile.TarInfo(ref.key)
-                member.size = len(encoded)
-                archive.addfile(member, io.BytesIO(encoded))
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with open(partial, "wb") as file:
+            with tarfile.open(fileobj=file, mode="w", format=tarfile.PAX_FORMAT) as archive:
+                for ref in refs:
+                    encoded = store.encoded(ref)
+                    member = tarfile.TarInfo(ref.key)
+                    member.size = len(encoded)
+                    archive.addfile(member, io.BytesIO(encoded))
+            file.flush()
+            os.fsync(file.fileno())
+    except BaseException:
+        partial.unlink(missing_ok=True)  # on a full disk its half would keep the disk full
+        raise
     partial.rename(directory / ARCHIVE)
     _sync(directory)
     store.free(refs)

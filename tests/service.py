@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,9 @@ class ServiceUnderTest:
 
     @property
     def store(self) -> Path:
-        return Path("/dev/shm") / f"headrace-test-{self.directory.parent.name}-{self.directory.name}"
+        """One for each place on this machine: another checkout may run the same test."""
+        place = zlib.crc32(str(self.directory).encode())
+        return Path("/dev/shm") / f"headrace-test-{self.directory.parent.name}-{self.directory.name}-{place:08x}"
 
     def get(self, path: str, **params: Any) -> Any:
         reply = self.http.get(self.url + path, params=params)

@@ -23,7 +23,7 @@ def test_the_configuration_of_the_overlap_benchmark_is_accepted(tmp_path, bound)
     assert config.staleness.bound == bound and config.stop.batches == 40
 
 
-@pytest.mark.parametrize("name", ["client", "overlap", "push", "recovery", "start", "trainer"])
+@pytest.mark.parametrize("name", ["client", "ledger", "overlap", "push", "recovery", "scale", "start", "switch", "trainer", "worth"])
 def test_every_benchmark_knows_quick_and_json(name):
     root = Path(__file__).parents[1]
     env = {**os.environ, "PYTHONPATH": str(root)}

@@ -72,7 +72,7 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # index = cache row
         self.paused = False
-        self.forward_sleep_s = 0.0
+        self.forward_sleep_s = settings.slow_step
         self.generated_tokens = 0
         self.prefilled_tokens = 0
         self.loads: dict[str, Any] = {}

@@ -35,6 +35,7 @@ class Settings:
     dtype: str = "float32"
     log_level: str = "info"
     paced: float | None = None
+    slow_step: float = 0.0
     faults: Path | None = None
     allow_faults: bool = False
 
@@ -79,6 +80,9 @@ def parse_flags(arguments: list[str]) -> Settings:
         metavar="TOKENS_PER_S",
         help="for benchmarks of clients: compute nothing, and give every request made-up tokens at this rate (rollout/engine/paced.py)",
     )
+    parser.add_argument(
+        "--slow-step", type=_seconds, default=default.slow_step, metavar="SECONDS", help="for tests and benchmarks: sleep in every step"
+    )
     parser.add_argument("--faults", type=Path, metavar="FILE", help="for tests: fail as this JSON script says (rollout/engine/faults.py)")
     parser.add_argument("--allow-faults", action="store_true", help="for tests: POST /faults replaces the script of a running engine")
     return Settings(**vars(parser.parse_args(arguments)))
@@ -88,6 +92,13 @@ def _rate(text: str) -> float:
     value = float(text)
     if not 0.0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is no number of tokens a second; it must be above 0")
+    return value
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0.0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is no number of seconds; it must be 0 or more")
     return value
 
 

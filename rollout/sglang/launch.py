@@ -26,11 +26,11 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 
 @dataclass(frozen=True)
 class Server:
-    """What one server is told. `index` numbers the servers of this machine: each takes the GPUs after those of the ones before."""
+    """What one server is told. `first_device`: its GPUs are that one and those after it."""
 
     model_path: Path
     port: int
-    index: int
+    first_device: int
     context_length: int
     max_running_requests: int
     stream_interval: int
@@ -59,7 +59,7 @@ def command(spec: SglangSpec, server: Server) -> list[str]:
         flags["--max-total-tokens"] = _kv_tokens(server)
         switches += CPU_FLAGS
     else:
-        flags["--base-gpu-id"] = server.index * spec.tp
+        flags["--base-gpu-id"] = server.first_device
         switches.append("--enable-memory-saver")
     # `-P`: what lies in the user's current directory is never taken for a module.
     module = [str(spec.python), "-P", "-m", "sglang.launch_server"]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+
 from driver.events import Leaf, SampleRegistered, TrajectoryReady
-from driver.ledger import Ledger, traj_uid_of
+from driver.ledger import FINISHED, Ledger, traj_uid_of
 
 
 def register(ledger: Ledger, *, tag: int = 0, bound: int = 2, n: int = 2) -> SampleRegistered:
@@ -31,3 +33,13 @@ def leaf(traj_uid: str, score: float = 1.0) -> Leaf:
 def ready(uid: int, index: int, score: float = 1.0) -> TrajectoryReady:
     traj_uid = traj_uid_of(uid, index)
     return TrajectoryReady(traj_uid=traj_uid, leaves=(leaf(traj_uid, score),), reward=score, finish_reason="stop", time=2.0)
+
+
+def fields(ledger: Ledger) -> dict[str, object]:
+    """Every field of a ledger, with the order of what is ordered. The rows that an ended trajectory still names are not state."""
+    found = copy.deepcopy(vars(ledger))
+    for sample in found["samples"].values():
+        for trajectory in sample.trajectories:
+            if trajectory.state == FINISHED:
+                trajectory.leaves = ()
+    return found | {"order": [list(ledger.samples), list(ledger.batches)]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import get_args
 
@@ -9,7 +10,7 @@ import pytest
 import yaml
 
 from driver.advantage import ADVANTAGES
-from driver.config import ConfigError, load_config, weights_bytes
+from driver.config import ConfigError, load_config, parse_config, weights_bytes
 from driver.settings import LossConfig, ServiceConfig
 from trainer.loss_spec import CriticSpec, LossSpec
 
@@ -196,3 +197,22 @@ def test_a_key_is_one_that_a_header_takes_and_is_not_shown_where_it_is_refused(t
         with pytest.raises(ConfigError, match=r"rollout\.engine_api_key.*printable ASCII") as refused:
             load_config(write(tmp_path, rollout={"engine_api_key": key}))
         assert key not in str(refused.value)
+
+
+def test_a_role_of_the_users_is_printed_as_it_was_written_and_a_misspelled_key_of_it_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("class A: ...\n")
+    role = f"{{mine: {{logic: '{tmp_path}/a.py:A', subscribes: {{metrics: {{kind: queue, schema: {{batch_id: int}}}}}}}}}}"
+    config = load_config(ROOT / "examples/sort_digits/config.yaml", [f"roles={role}"])
+    dumped = config.model_dump(mode="json")["roles"]["mine"]
+    assert dumped["subscribes"] == {"metrics": {"kind": "queue", "schema": {"batch_id": "int"}}}
+    again = parse_config(config.model_dump(mode="json"), Path("/"))
+    assert again.roles == config.roles, "what is printed can be read"
+    for broken, words in (
+        ("{mine: {logic: 'a.py:A', subscribs: {}}}", "did you mean 'subscribes'"),
+        ("{trainer: {logic: 'a.py:A', subscribes: {metrics: queue}}}", "that name is one of the run's own"),
+        ("{mine: {logic: 'a.py:A'}}", "a role with nothing to read never runs"),
+        ("{mine: {logic: 'a.py:A', subscribes: {metrics: {kind: queue, schema: {n: flaot}}}}}", "did you mean 'float'"),
+        (f"{{mine: {{logic: '{tmp_path}/a.py:B', subscribes: {{metrics: queue}}}}}}", "has no 'B'"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(words)):
+            load_config(ROOT / "examples/sort_digits/config.yaml", [f"roles={broken}"])

@@ -101,6 +101,31 @@ async def test_a_whole_answer_is_taken_as_it_is(parts):
     assert engine.asked[0][:2] == ([5, 6], 16)
 
 
+@pytest.mark.parametrize(
+    "breaks",
+    [answer(finish="abort"), answer(7, finish="abort"), lost(), lost(7)],
+    ids=["aborted in the queue", "aborted", "cut off in the queue", "cut off"],
+)
+async def test_E16_a_request_of_an_engine_that_is_sent_away_goes_on_elsewhere_and_costs_no_try(parts, breaks):
+    """However little it had received: with no budget at all nothing is given up."""
+    dispatch, trajectory, engines = parts
+    trajectory.infrastructure_attempts = 3  # all that may be used
+    pool = dispatch._pool
+
+    def sent_away():
+        slot = pool.slots["engine-0"]
+        slot.released = True
+        pool.gone(slot, "scaled down")
+        return breaks
+
+    first, second = ScriptedEngine(sent_away), ScriptedEngine(answer(9, EOS))
+    engines(first, second)
+    made = await dispatch.turns.generate(trajectory, 0, [5])
+    kept = breaks.prefix.output_ids if isinstance(breaks, EngineError) else breaks.output_ids
+    assert made.output_ids == [*kept, 9, EOS] and trajectory.infrastructure_attempts == 3
+    assert first.asked[0][2] != second.asked[0][2], "another request, with a name of its own"
+
+
 async def test_W1_E13_a_request_lost_with_its_engine_goes_on_elsewhere_from_its_last_token(parts):
     dispatch, trajectory, engines = parts
     first, second = ScriptedEngine(lost(7, 8)), ScriptedEngine(answer(9, EOS))
@@ -119,6 +144,23 @@ async def test_E15_an_abort_is_continued_and_never_exceeds_the_budget(parts):
     made = await dispatch.turns.generate(trajectory, 0, [5])
     assert len(made.output_ids) == 16 and made.output_ids[:2] == [7, 8] and made.finish_reason == "length"
     assert engine.asked[1][:2] == ([5, 7, 8], 14)
+
+
+async def test_E15_an_answer_in_parts_is_one_answer_within_one_budget_and_costs_no_try(parts):
+    dispatch, trajectory, engines = parts
+    rollout = dispatch._core.config.rollout.model_copy(update={"part_tokens": 6})
+    dispatch._core.config = dispatch._core.config.model_copy(update={"rollout": rollout})
+    first, second = (
+        ScriptedEngine(*[answer(*range(20, 26), finish="length")] * 2, answer(*range(30, 34), finish="length")),
+        ScriptedEngine(),
+    )
+    engines(first, second)
+    made = await dispatch.turns.generate(trajectory, 0, [5])
+    assert len(made.output_ids) == 16 and made.finish_reason == "length" and made.spans == [(VERSION, 0, 16)]
+    assert [asked[1] for asked in first.asked] == [6, 6, 4] and first.asked[1][0] == [5, *range(20, 26)] and second.asked == []
+    assert trajectory.infrastructure_attempts == 0 and len({rid for _, _, rid in first.asked}) == 3
+    first.script = [answer(7, 8, EOS)]
+    assert (await dispatch.turns.generate(trajectory, 1, [5])).output_ids == [7, 8, EOS]
 
 
 @pytest.mark.parametrize(("ids", "finish"), [((7, EOS), "stop"), (tuple(range(20, 36)), "length")])
@@ -262,8 +304,20 @@ async def test_E14_each_token_is_a_sign_of_life(parts):
     async with dispatch._pool.acquire(1.0, "test"):
         dispatch._pool._monotonic.now += 5
         assert slot.silent_s() == 5
-        dispatch.turns._count(trajectory, 0, slot)([7], [-0.5], VERSION)
+        buffer = dispatch.turns.prefixes.turn(trajectory.traj_uid, 0, [5], 1.0)[0]
+        dispatch.turns._count(trajectory, 0, slot, buffer)([7], [-0.5], VERSION)
         assert slot.silent_s() == 0
+
+
+async def test_a_trajectory_that_ended_leaves_no_prefix_and_one_that_was_cancelled_does(parts, monkeypatch):
+    dispatch, trajectory, _ = parts
+    ended: list[str] = []
+    monkeypatch.setattr(dispatch.turns.prefixes, "ended", ended.append)
+    dispatch.turns.forget(trajectory)
+    assert ended == [], "the driver ends, and the trajectory goes on in its next life"
+    dispatch._core.ledger.apply(ready(0, 0))
+    dispatch.turns.forget(trajectory)
+    assert ended == [trajectory.traj_uid]
 
 
 async def test_L1_who_waits_for_the_kv_cap_is_told_which_bound_it_was(parts):

@@ -14,7 +14,7 @@ import pytest
 
 from driver import launcher as launcher_module
 from driver import life as life_module
-from driver.launcher import Died, Hung, LocalLauncher, Process, Quarantined, Ready, Restarts, Started, StartFailed
+from driver.launcher import ChildHung, Died, Hung, LocalLauncher, Process, Quarantined, Ready, Restarts, Started, StartFailed
 from driver.life import ProcessSpec
 
 CHILD = textwrap.dedent(
@@ -34,6 +34,9 @@ CHILD = textwrap.dedent(
     if mode == "parent":
         kid = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
         print("kid", kid.pid, flush=True)
+    if mode == "foreman":
+        kids = [subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) for _ in range(2)]
+        print("kids", *(kid.pid for kid in kids), flush=True)
 
     class Handler(BaseHTTPRequestHandler):
         asked = 0
@@ -41,7 +44,14 @@ CHILD = textwrap.dedent(
         def do_GET(self):
             Handler.asked += 1
             ok = not (mode == "sick" and Handler.asked > 2)
-            body = json.dumps({"progress": Handler.asked, "incarnation": incarnation}).encode()
+            progress = Handler.asked
+            if mode in ("idle", "standing"):
+                progress = 7
+            if mode == "foreman":  # its work moves while each of its children lives or has been replaced
+                still = [kid for kid in kids if kid.poll() is None]
+                progress = 7 if len(still) == 2 else Handler.asked
+            busy = mode in ("standing", "foreman")
+            body = json.dumps({"progress": progress, "busy": busy, "incarnation": incarnation}).encode()
             self.send_response(200 if ok else 503)
             self.send_header("content-length", str(len(body)))
             self.end_headers()
@@ -158,6 +168,39 @@ async def test_L2_a_stopped_process_is_found_as_hung_and_replaced(owner):
     assert (await owner.until(Died)).reason.startswith("engine-0 (incarnation 1) was killed: it hangs")
     assert (await owner.until(Ready, 2)).incarnation == 2
     assert not is_alive(first_pid)
+
+
+async def test_E14_L2_a_process_that_answers_and_whose_work_stands_still_is_replaced(owner):
+    await owner.start("standing", stall_s=0.6)
+    hung = await owner.until(Hung)
+    assert hung.incarnation == 1 and "it answers and is busy, and its work has stood still for" in hung.reason
+    assert (await owner.until(Ready, 2)).incarnation == 2
+
+
+async def test_a_process_that_has_nothing_to_do_may_stand_still(owner):
+    process = await owner.start("idle", stall_s=0.1)
+    asked = len(owner.events)
+    await asyncio.sleep(1.0)  # ten times its limit
+    assert process.state == "ready" and len(owner.events) == asked
+
+
+async def test_H9_L2_a_child_that_was_stopped_is_named_and_ended_and_its_parent_is_left_alone(owner):
+    process = await owner.start("foreman", stall_s=0.6, children="rank")
+    kids = [int(pid) for pid in owner.log().split("kids ")[1].splitlines()[0].split()]
+    os.kill(kids[1], signal.SIGSTOP)
+    hung = await owner.until(ChildHung)
+    assert f"rank 1 (process {kids[1]}) was stopped from outside and is replaced" in hung.reason
+    await gone(kids[1])
+    assert is_alive(kids[0]) and process.state == "ready" and process.incarnation == 1
+    assert not [event for event in owner.events if isinstance(event, Hung | Died)]
+
+
+async def test_one_process_is_ended_by_name_and_its_name_is_free_again(owner):
+    process = await owner.start()
+    await owner.launcher.end("engine-0", 5.0)
+    assert not is_alive(process.pid) and not owner.launcher.processes
+    assert not [event for event in owner.events if isinstance(event, Died)], "it was asked to"
+    assert (await owner.start(first_incarnation=2)).incarnation == 2
 
 
 async def test_a_process_that_says_503_hangs_too(owner):

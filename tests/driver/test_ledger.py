@@ -1,14 +1,18 @@
-"""The state machine: A1 and A2 over any sequence of legal events, and what illegal events do (nothing)."""
+"""The state machine: A1 and A2 over any sequence of legal events, crashes and restarts, and what illegal events do (nothing)."""
 
 from __future__ import annotations
 
+import asyncio
 import copy
+import shutil
+import tempfile
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from driver.batcher import Candidate, admissible, choose, feasible
 from driver.events import (
@@ -16,6 +20,10 @@ from driver.events import (
     BatchAssembled,
     BatchUnmade,
     EpochBegan,
+    EvaluationBegan,
+    EvaluationEnded,
+    Found,
+    Restarted,
     RowsLost,
     SampleDiscarded,
     TrajectoryDiscarded,
@@ -23,40 +31,89 @@ from driver.events import (
     VersionCommitted,
     VersionServed,
 )
-from driver.ledger import CONSUMED, FINISHED, READY, RUNNING, IllegalEvent, Ledger, traj_uid_of
-from tests.driver.conftest import ready, register
+from driver.ledger import CONSUMED, FINISHED, READY, RUNNING, IllegalEvent, Ledger, Upsert, traj_uid_of
+from driver.ledger_db import LedgerDB
+from driver.ledger_load import check
+from tests.driver.conftest import fields, ready, register
 
 P, N, BOUND = 2, 2, 2
 
 
 class AnyRun(RuleBasedStateMachine):
-    """Everything that can happen to a run, in any order: the counts always balance and nothing is trained twice or too old."""
+    """Everything that can happen to a run, in any order: the counts always balance and nothing is trained twice or too old. Group commits
+    come at any moment, and so do ends of the process: what is rebuilt from the database is the ledger of the last commit, field by field,
+    and the run goes on from there."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.ledger = Ledger()
+        self.directory = Path(tempfile.mkdtemp(prefix="headrace-test-ledger-", dir="/dev/shm"))
+        self.db = LedgerDB(self.directory / "ledger.sqlite")
+        self.ledger = self.db.load()
         self.ended: Counter[str] = Counter()  # traj_uid -> how often it was written as finished
         self.trained: dict[str, int] = {}
+        self.pending: list[list[Upsert]] = []
+        self.committed = copy.deepcopy((self.ledger, self.ended, self.trained))
+
+    def teardown(self) -> None:
+        self.commit()
+        self.db.close()
+        found = check(self.directory / "ledger.sqlite")
+        shutil.rmtree(self.directory)
+        assert found.well, found
+
+    def commit(self) -> None:
+        for writes in self.pending:
+            self.db.write(writes)
+        self.pending = []
+        asyncio.run(self.db.durable())
+        self.committed = copy.deepcopy((self.ledger, self.ended, self.trained))
+
+    @precondition(lambda self: self.pending)
+    @rule()
+    def a_group_is_committed(self) -> None:
+        self.commit()
+
+    @precondition(lambda self: len(self.pending) > 2)
+    @rule(killed=st.booleans())
+    def the_driver_is_restarted(self, killed: bool) -> None:
+        if not killed:
+            self.commit()
+        self.pending = []
+        self.db.close()
+        self.db = LedgerDB(self.directory / "ledger.sqlite")
+        self.ledger = self.db.load()
+        before, self.ended, self.trained = copy.deepcopy(self.committed)
+        assert fields(self.ledger) == fields(before)
+        self.apply(Restarted(found=Found(memory=1), time=7.0))
 
     def apply(self, event: object) -> None:
-        for write in self.ledger.apply(event):  # type: ignore[arg-type]
+        writes = self.ledger.apply(event)  # type: ignore[arg-type]
+        self.pending.append(writes)
+        for write in writes:
             values = write.values
             if write.table == "trajectories" and values["state"] == FINISHED:
                 traj_uid = traj_uid_of(values["uid"], values["idx"])
                 self.ended[traj_uid] += 1
-                assert values["outcome"] in ("trained", "discarded")
-                assert (values["reason"] is None) == (values["outcome"] == "trained"), "a discard has its reason"
+                assert values["outcome"] in ("trained", "evaluated", "discarded")
+                assert (values["reason"] is None) == (values["outcome"] != "discarded"), "a discard has its reason"
+
+    def has(self, state: str) -> bool:
+        """A step that changes nothing would be wasted."""
+        return any(t.state == state for s in self.ledger.live() for t in s.trajectories)
 
     def some(self, data: st.DataObject, state: str) -> str | None:
         found = [t.traj_uid for s in self.ledger.live() for t in s.trajectories if t.state == state]
         return data.draw(st.sampled_from(found)) if found else None
 
-    @rule()
-    def register_if_A4_allows(self) -> None:
+    @precondition(lambda self: len(self.ledger.samples) < 4 * P)
+    @rule(count=st.integers(1, 2 * P))
+    def register_if_A4_allows(self, count: int) -> None:
         deadline = self.ledger.serving_version + BOUND
-        if deadline >= self.ledger.next_batch and admissible(self.ledger.live_by_deadline, deadline, self.ledger.next_batch, P):
-            self.apply(register(self.ledger, tag=self.ledger.serving_version, bound=BOUND, n=N))
+        for _ in range(count):
+            if deadline >= self.ledger.next_batch and admissible(self.ledger.live_by_deadline, deadline, self.ledger.next_batch, P):
+                self.apply(register(self.ledger, tag=self.ledger.serving_version, bound=BOUND, n=N))
 
+    @precondition(lambda self: self.has(RUNNING))
     @rule(data=st.data(), score=st.sampled_from([0.0, 1.0]))
     def a_trajectory_gets_ready(self, data: st.DataObject, score: float) -> None:
         if (found := self.some(data, RUNNING)) is not None:
@@ -64,15 +121,51 @@ class AnyRun(RuleBasedStateMachine):
             assert trajectory is not None
             self.apply(ready(trajectory.uid, trajectory.index, score))
 
+    @precondition(lambda self: self.has(RUNNING))
+    @rule(score=st.sampled_from([0.0, 1.0]))
+    def the_oldest_samples_get_ready(self, score: float) -> None:
+        """A batch's worth: one trajectory at a time seldom gets there."""
+        for sample in list(self.ledger.live())[:P]:
+            for trajectory in sample.in_state(RUNNING):
+                self.apply(ready(sample.uid, trajectory.index, score))
+
+    @precondition(lambda self: self.has(RUNNING))
     @rule(data=st.data())
     def a_trajectory_is_retried(self, data: st.DataObject) -> None:
         if (found := self.some(data, RUNNING)) is not None:
             self.apply(TrajectoryRetried(traj_uid=found, kind="infrastructure", reason="engine died"))
 
+    @precondition(lambda self: self.has(RUNNING))
     @rule(data=st.data())
     def a_trajectory_is_discarded(self, data: st.DataObject) -> None:
         if (found := self.some(data, RUNNING)) is not None:
             self.apply(TrajectoryDiscarded(traj_uid=found, reason="data: bad prompt", time=3.0))
+
+    @precondition(lambda self: sum(self.ledger.live_by_deadline.values()) > P)
+    @precondition(lambda self: not any(self.ledger.evaluated()))
+    @rule(rows=st.integers(1, 2))
+    def an_evaluation_begins(self, rows: int) -> None:
+        before = dict(self.ledger.live_by_deadline)
+        self.apply(EvaluationBegan(first_uid=self.ledger.next_uid, rows=rows, n=N, version=self.ledger.trained_version, time=1.0))
+        assert dict(self.ledger.live_by_deadline) == before, "it is under no bound"
+        assert not any(s.evaluation for s in self.ledger.live()), "and in no batch"
+
+    @precondition(lambda self: any(self.ledger.evaluated()))
+    @rule(data=st.data())
+    def an_evaluation_ends(self, data: st.DataObject) -> None:
+        samples = list(self.ledger.evaluated())
+        first = samples[0].uid
+        everything = [(s.uid - first, t.index) for s in samples for t in s.trajectories]
+        good = data.draw(st.sets(st.sampled_from(everything)))
+        rewards = tuple((row, index, 0.5) for row, index in everything if (row, index) in good)
+        failed = tuple((row, index, "evaluation: late") for row, index in everything if (row, index) not in good)
+        self.apply(EvaluationEnded(first_uid=first, rewards=rewards, failed=failed, time=2.0))
+
+    @precondition(lambda self: any(self.ledger.evaluated()))
+    @rule()
+    def an_evaluation_is_cut_short(self) -> None:
+        for sample in list(self.ledger.evaluated()):
+            self.apply(SampleDiscarded(uid=sample.uid, reason="evaluation: the driver was restarted", time=2.0))
 
     @rule(data=st.data())
     def a_sample_is_discarded(self, data: st.DataObject) -> None:
@@ -80,11 +173,13 @@ class AnyRun(RuleBasedStateMachine):
         if live:
             self.apply(SampleDiscarded(uid=data.draw(st.sampled_from(live)), reason="filtered", time=3.0))
 
+    @precondition(lambda self: self.has(READY))
     @rule(data=st.data())
     def ready_rows_are_lost(self, data: st.DataObject) -> None:
         if (found := self.some(data, READY)) is not None:
             self.apply(RowsLost(traj_uid=found, reason="host restart"))
 
+    @precondition(lambda self: self.has(READY))
     @rule()
     def a_batch_is_assembled(self) -> None:
         candidates = [Candidate(s.uid, s.deadline_batch, not s.waiting) for s in self.ledger.live()]
@@ -97,6 +192,16 @@ class AnyRun(RuleBasedStateMachine):
     def a_batch_is_applied(self, skipped: str | None) -> None:
         self.apply(BatchApplied(batch_id=self.ledger.trained_version, epoch=self.ledger.epoch, skipped=skipped, report=b"{}", time=5.0))
 
+    @precondition(lambda self: self.has(RUNNING) or self.has(READY))
+    @rule(skipped=st.sampled_from([None, None, "loss is not finite"]))
+    def a_batch_goes_all_the_way(self, skipped: str | None) -> None:
+        """What a run does when nothing happens."""
+        self.the_oldest_samples_get_ready(1.0)
+        self.a_batch_is_assembled()
+        if self.ledger.trained_version < self.ledger.next_batch:
+            self.a_batch_is_applied(skipped)
+
+    @precondition(lambda self: self.ledger.trained_version > self.ledger.committed_version)
     @rule()
     def a_checkpoint_is_committed(self) -> None:
         for batch in self.ledger.batches.values():
@@ -108,11 +213,13 @@ class AnyRun(RuleBasedStateMachine):
                         self.trained[trajectory.traj_uid] = batch.batch_id
         self.apply(VersionCommitted(version=self.ledger.trained_version, checkpoint="somewhere", time=6.0))
 
+    @precondition(lambda self: self.ledger.trained_version > self.ledger.committed_version)
     @rule()
     def the_trainer_is_lost(self) -> None:
         if self.ledger.trained_version > self.ledger.committed_version:
             self.apply(EpochBegan(epoch=self.ledger.epoch + 1, version=self.ledger.committed_version))
 
+    @precondition(lambda self: self.ledger.trained_version < self.ledger.next_batch)
     @rule(data=st.data())
     def rows_of_uncommitted_batches_are_lost(self, data: st.DataObject) -> None:
         pending = [b for b in self.ledger.batches if b >= self.ledger.trained_version]
@@ -125,6 +232,7 @@ class AnyRun(RuleBasedStateMachine):
             lost = frozenset(data.draw(st.sets(st.sampled_from(rows))))
             self.apply(BatchUnmade(batch_id=batch_id, lost=lost))
 
+    @precondition(lambda self: self.ledger.serving_version < self.ledger.trained_version)
     @rule(data=st.data())
     def the_engines_catch_up(self, data: st.DataObject) -> None:
         low = min(self.ledger.serving_version, self.ledger.trained_version)
@@ -153,8 +261,8 @@ class AnyRun(RuleBasedStateMachine):
         assert feasible(ledger.live_by_deadline, ledger.next_batch, P)
 
 
-AnyRun.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
-test_A1_A2_A4_hold_over_any_sequence_of_events = AnyRun.TestCase
+def test_A1_A2_A4_W1_V6_hold_over_any_sequence_of_events_kills_and_restarts() -> None:
+    run_state_machine_as_test(AnyRun, settings=settings(max_examples=100, stateful_step_count=50, deadline=None))
 
 
 def small_ledger() -> Ledger:
@@ -211,3 +319,23 @@ def test_a_skipped_step_discards_its_rows_with_the_reason():
 def test_no_trajectory_id_is_a_prefix_of_another():
     ids = [traj_uid_of(uid, index) for uid in (0, 1, 10, 11, 2**53) for index in (0, 1, 10)]
     assert len({len(i) for i in ids}) == 1 and len(set(ids)) == len(ids)
+
+
+def test_V6_a_batch_that_was_made_unmade_and_made_again_is_counted_once_after_a_restart(tmp_path):
+    db = LedgerDB(tmp_path / "ledger.sqlite")
+    ledger = db.load()
+    taken = BatchAssembled(batch_id=0, uids=(0,), plan=b"[1]", time=1.0)
+    for event in (
+        register(ledger, n=1),
+        ready(0, 0),
+        taken,
+        BatchUnmade(batch_id=0, lost=frozenset({traj_uid_of(0, 0)})),
+        ready(0, 0),
+        taken,
+    ):
+        db.write(ledger.apply(event))
+        assert sum(ledger.staleness.values()) == ledger.samples_taken == ledger.next_batch
+    db.close()
+    again = LedgerDB(tmp_path / "ledger.sqlite")
+    assert fields(again.load()) == fields(ledger)
+    again.close()

@@ -14,7 +14,7 @@ import pytest
 from driver.events import BatchApplied, BatchAssembled, TrajectoryDiscarded, VersionCommitted, VersionServed
 from driver.ledger import Ledger, traj_uid_of
 from driver.ledger_db import LedgerDB, LedgerError
-from tests.driver.conftest import ready, register
+from tests.driver.conftest import fields, ready, register
 
 
 def play(db: LedgerDB, ledger: Ledger) -> None:
@@ -37,27 +37,6 @@ def play(db: LedgerDB, ledger: Ledger) -> None:
     apply(ready(2, 1))
 
 
-def view(ledger: Ledger) -> dict[str, object]:
-    return {
-        "samples": ledger.samples,
-        "order": list(ledger.samples),
-        "batches": ledger.batches,
-        "counts": ledger.counts,
-        "live": ledger.live_by_deadline,
-        "staleness": ledger.staleness,
-        "numbers": (
-            ledger.next_uid,
-            ledger.next_batch,
-            ledger.trained_version,
-            ledger.committed_version,
-            ledger.serving_version,
-            ledger.epoch,
-            tuple(ledger.cursor),
-            ledger.samples_taken,
-        ),
-    }
-
-
 async def test_the_live_view_is_rebuilt_exactly(tmp_path):
     db = LedgerDB(tmp_path / "ledger.sqlite")
     ledger = db.load()
@@ -65,7 +44,7 @@ async def test_the_live_view_is_rebuilt_exactly(tmp_path):
     await db.durable()
     db.close()
     again = LedgerDB(tmp_path / "ledger.sqlite")
-    assert view(again.load()) == view(ledger)
+    assert fields(again.load()) == fields(ledger)
     assert again._connection.execute("PRAGMA synchronous").fetchone() == (2,), "FULL: a commit survives the host"
     again.close()
 

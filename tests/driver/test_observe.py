@@ -22,9 +22,16 @@ def test_L1_the_sentence_names_an_engine_that_is_away_while_others_serve_and_doe
 
 def test_H7_batches_that_train_nothing_raise_an_alarm_that_names_the_cause():
     batch = {"skipped": "every advantage is 0", "batch_id": 1}
-    quiet = SimpleNamespace(history=SimpleNamespace(recent=deque([{"skipped": None}, *[batch] * 4])))
+    well = SimpleNamespace(failure=None)
+    quiet = SimpleNamespace(
+        prefixes=well, snapshot=well, evaluator=None, history=SimpleNamespace(recent=deque([{"skipped": None}, *[batch] * 4]))
+    )
     assert alarms(quiet) == []
-    loud = SimpleNamespace(history=SimpleNamespace(recent=deque([{"skipped": None}, *[batch] * 5])))
+    full = SimpleNamespace(failure="the snapshot of ready rows is behind: disk full")
+    assert alarms(SimpleNamespace(**(vars(quiet) | {"snapshot": full}))) == [full.failure]
+    loud = SimpleNamespace(
+        prefixes=well, snapshot=well, evaluator=None, history=SimpleNamespace(recent=deque([{"skipped": None}, *[batch] * 5]))
+    )
     assert "last 5 batches trained nothing (every advantage is 0)" in alarms(loud)[0]
 
 

@@ -32,7 +32,7 @@ def processes(tmp_path: Path, *settings: str, **beyond: Any) -> Processes:
 
 
 def trainer_spec(found: Processes) -> TrainerSpec:
-    argv = found._trainer().build(1, 9000)
+    argv = found.specs.trainer().build(1, 9000)
     return TrainerSpec.read(Path(argv[argv.index("--spec") + 1]))
 
 
@@ -49,7 +49,7 @@ def test_the_trainer_is_told_every_switch_and_the_engines_the_dtype_of_what_is_p
     spec = trainer_spec(found)
     assert (spec.sequence_parallel, spec.recompute, spec.distributed_optimizer, spec.dtype) == (True, "full", True, "bfloat16")
     assert (spec.device, spec.transformer_engine, spec.optimizer_offload) == ("cuda", "off", 0.25)
-    argv = found._engine(0).build(1, 9000)
+    argv = found.specs.engine(0).build(1, 9000)
     assert argv[argv.index("--dtype") + 1] == "bfloat16"
 
 
@@ -59,7 +59,7 @@ def test_a_run_on_sglang_starts_the_real_server_with_the_same_settings(tmp_path:
     python.chmod(0o755)
     chosen = ("rollout.engine=sglang", f"rollout.sglang.python={python}", "rollout.sglang.device=cpu", "rollout.sglang.start_deadline_s=77")
     found = processes(tmp_path / "run", *chosen, "trainer.dtype=bfloat16", "seed=3")
-    spec = found._engine(1)
+    spec = found.specs.engine(1)
     argv = spec.build(1, 9000)
     told = dict(pairwise(argv))
     assert argv[:4] == [str(python), "-P", "-m", "sglang.launch_server"]
@@ -79,6 +79,6 @@ def test_the_trainer_is_told_of_its_critic(tmp_path: Path) -> None:
 
 def test_the_courier_is_told_what_it_takes_to_know_where_the_trainer_computes(tmp_path: Path) -> None:
     found = processes(tmp_path, "push.transport=distributed", "trainer.tp=2", "trainer.dp=2", device="cuda")
-    argv = found._courier().build(5, 9000)
+    argv = found.specs.courier().build(5, 9000)
     assert argv[1:4] == ["-P", "-m", "trainer.courier"]
     assert CourierSpec.read(Path(argv[-1])) == CourierSpec(port=9000, incarnation=5, device="cuda", ranks=4)

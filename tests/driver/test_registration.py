@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from driver.launcher import Died, Ready, StartFailed
+from driver.launcher import Died, Quarantined, Ready, StartFailed
 from driver.processes import Processes
 from driver.transport import Transports
 from rollout.answer import EngineError
@@ -40,7 +40,8 @@ def lab(tmp_path, monkeypatch):
 
     db = SimpleNamespace(query=lambda *_: [], write=queued.extend, durable=durable)
     core = SimpleNamespace(ring=lambda: None, db=db)
-    config = SimpleNamespace(directory=tmp_path, rollout=SimpleNamespace(max_open_requests=4))
+    rollout, reward = SimpleNamespace(max_open_requests=4, engines=1), SimpleNamespace(workers=1)
+    config = SimpleNamespace(directory=tmp_path, rollout=rollout, reward=reward, roles={}, evaluation=None)
     run = SimpleNamespace(core=core, config=config, http=None, tokenizer=SimpleNamespace(vocab_size=10), pool=EnginePool())
     run.transports = Transports("auto", {})
     lab = SimpleNamespace(processes=Processes(run), pool=run.pool, process=Process(), answer=CURRENT, frozen=0, disk=disk)
@@ -125,3 +126,40 @@ async def test_E5_pushes_wait_for_a_courier_that_died_and_it_ends_no_run(lab):
     lab.processes._on_event(Ready("courier", 0, 2, "http://127.0.0.1:2"))
     lab.processes._on_event(Died("courier", 0, 2, "killed"))
     assert said == [("http://127.0.0.1:2", 2), "gone"] and not lab.processes._lost.done()
+
+
+async def test_E16_an_engine_that_is_sent_away_while_it_is_asked_is_not_registered(lab):
+    """Its process is still there for a moment, and says that it is ready."""
+    ended = asyncio.Event()
+    lab.processes._leaving.add("engine-0", asyncio.create_task(ended.wait()))
+    lab.processes._stopping = True
+    await lab.ready()
+    assert not lab.pool.slots
+    ended.set()
+    await lab.processes._leaving.wait()
+
+
+async def test_H1_L1_an_engine_that_died_is_named_at_once_and_one_that_is_left_alone_with_its_remedy(lab):
+    said = {}
+    lab.processes._core.waiting = said.__setitem__
+    await lab.ready()
+    lab.processes._on_event(Died("engine", 0, 3, "engine-0 (incarnation 3) was killed by SIGKILL after 4.0 s; its log is x\n    more"))
+    assert lab.pool.why() == "no engine is registered; engine-0: engine-0 (incarnation 3) was killed by SIGKILL after 4.0 s; its log is x"
+    lab.processes._on_event(Quarantined("engine", 0, 3, "engine-0 died 5 times within 60 s and is left alone"))
+    assert "engine-0 is out of use: engine-0 died 5 times" in said["engine engine-0"]
+    assert "headrace scale rollout 1 starts it again" in said["engine engine-0"]
+    assert not lab.processes._lost.done(), "the run waits, and says why"
+    lab.process.incarnation = 4
+    lab.processes._on_event(Ready("engine", 0, 4, "http://127.0.0.1:2"))
+    await asyncio.gather(*lab.processes._asking)
+    assert lab.pool.slots["engine-0"].incarnation == 4 and not lab.pool.absent
+
+
+@pytest.mark.parametrize("role", ["trainer", "reward", "courier"])
+async def test_L2_a_role_that_nothing_can_do_without_ends_the_run_when_it_is_left_alone(lab, role):
+    lab.processes._lost = asyncio.get_running_loop().create_future()
+    gone = SimpleNamespace(detach=lambda *_: None)
+    lab.processes._run.training = lab.processes._run.scoring = lab.processes._run.courier = gone
+    lab.processes._on_event(Quarantined(role, 0, 5, f"{role}-0 died 5 times within 60 s and is left alone; the last time: no memory"))
+    with pytest.raises(StartFailed, match="no memory"):
+        lab.processes._lost.result()

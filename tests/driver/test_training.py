@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from types import SimpleNamespace
+from typing import Any
 
-from driver.training import skipped_reason
+import pytest
+
+from driver.events import BatchAssembled
+from driver.ledger import Ledger
+from driver.training import CheckpointMissing, Training, skipped_reason
+from tests.driver.conftest import ready, register
 
 
 def test_A2_a_step_that_the_trainer_skipped_is_not_taken_over_as_trained(tmp_path):
@@ -17,3 +25,64 @@ def test_A2_a_step_that_the_trainer_skipped_is_not_taken_over_as_trained(tmp_pat
     path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"batch_id": 1, "ep')
     assert skipped_reason(path, 0) is None
     assert skipped_reason(path, 1) == "loss is not finite"
+
+
+async def test_A2_W7_a_checkpoint_of_batches_that_the_ledger_never_knew_is_refused_by_name(tmp_path):
+    """The ledger is an older copy, or lost the end of its WAL: what those batches were made of is not known, and would be trained twice."""
+    (tmp_path / "trained_rows.jsonl").write_text(json.dumps({"batch_id": 0, "epoch": 0, "row_ids": [], "skipped": None}) + "\n")
+    ledger = Ledger()
+    ledger.apply(register(ledger, n=1))
+    ledger.apply(ready(0, 0))
+    ledger.apply(BatchAssembled(batch_id=0, uids=(0,), plan=b"[]", time=1.0))
+    core: Any = SimpleNamespace(ledger=ledger, config=SimpleNamespace(directory=tmp_path), apply=ledger.apply, bell=lambda: None)
+    nothing: Any = None
+    training = Training(
+        core,
+        nothing,
+        canary_ids=[],
+        on_snapshot=nothing,
+        on_applied=nothing,
+        archive=nothing,
+        on_running_again=nothing,
+        replace=nothing,
+    )
+    with pytest.raises(CheckpointMissing, match=r"step_2 holds version 2, but the ledger knows no batch 1.*older copy"):
+        await training._reconcile(2, "step_2")
+    assert ledger.trained_version == 1, "the batch that it knows was trained, and is in the checkpoint"
+
+
+async def test_A5_W1_weights_are_published_only_when_the_ledger_has_on_disk_that_they_were_made():
+    """Else a restart could make them again, a little different, under a name that tokens already carry."""
+    on_disk = asyncio.Event()
+    ledger = Ledger()
+    core: Any = SimpleNamespace(
+        ledger=ledger,
+        run_id="run",
+        config=SimpleNamespace(push=SimpleNamespace(bucket_bytes=1)),
+        db=SimpleNamespace(durable=on_disk.wait),
+        bell=lambda: None,
+    )
+    published: list[Any] = []
+    nothing: Any = None
+    training = Training(
+        core,
+        nothing,
+        canary_ids=[],
+        on_snapshot=published.append,
+        on_applied=nothing,
+        archive=nothing,
+        on_running_again=nothing,
+        replace=nothing,
+    )
+
+    async def snapshot(*_arguments: Any) -> Any:
+        return SimpleNamespace(buckets=[], tensors={}, canary=SimpleNamespace(input_ids=[], log_probs=[]))
+
+    training._client = SimpleNamespace(snapshot=snapshot)  # type: ignore[assignment]
+    task = asyncio.create_task(training._snapshot())
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert not published
+    on_disk.set()
+    await task
+    assert len(published) == 1

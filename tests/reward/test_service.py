@@ -113,6 +113,59 @@ async def test_L2_idle_workers_that_were_killed_are_replaced_and_nobody_notices(
     assert all(result.score == 1 for result in results.values())
 
 
+async def test_H5_L4_workers_that_somebody_stopped_are_replaced_and_their_jobs_are_scored_after_all(
+    service: Any, client: RewardClient
+) -> None:
+    """A stopped worker is not the job's fault, so it costs it nothing."""
+    await score(client, *(job(str(n), "bad", "well") for n in range(8)))
+    workers = psutil.Process(service.process.pid).children()
+    for worker in workers:
+        worker.suspend()
+    results = await score(client, *(job(str(n), "bad", "well") for n in range(16)))
+    assert all(result.score == 1 for result in results.values())
+    assert not any(worker.is_running() for worker in workers)
+
+
+async def test_workers_are_added_and_dismissed_while_jobs_are_scored_and_none_is_lost(start: Any, http: httpx.AsyncClient) -> None:
+    grown = start(workers=1)
+    grown.wait_until_up()
+    client = RewardClient(grown.url, http)
+
+    def workers() -> list[psutil.Process]:
+        return psutil.Process(grown.process.pid).children()
+
+    async def until(count: int, *jobs: asyncio.Task[Any]) -> None:
+        give_up = time.monotonic() + 20
+        while len(workers()) != count:
+            assert time.monotonic() < give_up, f"{len(workers())} workers, not {count}"
+            await asyncio.sleep(0.01)
+
+    (first,) = workers()
+    going = asyncio.create_task(score(client, *(job(str(n), "bad", "nap") for n in range(8))))
+    await asyncio.sleep(0.1)
+    await client.resize(4)
+    more = asyncio.create_task(score(client, *(job(f"m{n}", "bad", "nap") for n in range(32))))
+    await until(4)
+    assert (await client.health()).workers == 4
+    await client.resize(2)  # all are at a job, and end with it
+    await client.resize(2)
+    await until(2)
+    results = await going | await more
+    assert len(results) == 40 and all(result.score == 1 for result in results.values())
+    await client.resize(1)  # now they are idle
+    await until(1)
+    assert workers() == [first], "the first is the last to go"
+    for count in (3, 1, 2):
+        await client.resize(count)
+    results = await score(client, *(job(f"l{n}", "bad", "nap") for n in range(8)))
+    assert all(result.score == 1 for result in results.values())
+    await until(2)
+    for nonsense in (b'{"count": 0}', b'{"count": "many"}', b"{}"):
+        reply = await http.post(grown.url + "/v1/workers", content=nonsense)
+        assert reply.status_code == 422 and "not a number of workers" in reply.text
+    assert len(workers()) == 2
+
+
 async def test_what_a_killed_function_started_is_killed_with_it(client: RewardClient, tmp_path: Path) -> None:
     marker = tmp_path / "pid"
     results = await score(client, job("a", "bad", "leave a child", fields={"marker": str(marker)}))
@@ -159,7 +212,7 @@ async def test_health_tells_role_incarnation_and_progress(client: RewardClient) 
     before = await client.health()
     await score(client, *(job(str(n), "words", "a", answer="a") for n in range(5)))
     after = await client.health()
-    assert before == Health("reward", 7, before.progress, 0, 0) and after.progress == before.progress + 5
+    assert before == Health("reward", 7, before.progress, 0, 0, before.workers) and after.progress == before.progress + 5
 
 
 async def test_L1_while_a_function_hangs_health_answers_and_shows_who_is_busy(client: RewardClient) -> None:

@@ -110,7 +110,7 @@ def test_a_tensor_starts_where_its_dtype_may_be_read():
     assert [entry.start for entry in placed] == [0, 64] and length == 68
 
 
-SERVER = launch.Server(BASE, 1234, 1, 64, 128, 16, 7, "float32")
+SERVER = launch.Server(BASE, 1234, 2, 64, 128, 16, 7, "float32")
 
 
 def flags_of(argv: list[str]) -> dict[str, str | None]:

@@ -1,0 +1,38 @@
+"""`headrace ledger`: a run's ledger looked at without its service."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from driver.ledger_load import check
+from driver.ledger_schema import LedgerError
+from driver.terminal import fail, out
+
+ledger_app = typer.Typer(no_args_is_help=True, help="Look at a run's ledger.")
+
+
+@ledger_app.callback()
+def ledger() -> None:
+    """Look at a run's ledger."""
+
+
+@ledger_app.command("check")
+def ledger_check(run_dir: Annotated[Path, typer.Argument(help="the run's directory, or its ledger.sqlite")]) -> None:
+    """Read all of it and count again what it counts. Changes nothing; the run may go on. Status 1: something is wrong."""
+    path = run_dir if run_dir.is_file() else run_dir / "ledger.sqlite"
+    try:
+        found = check(path)
+    except LedgerError as error:
+        fail(str(error))
+    for words in (*found.damage, *found.wrong):
+        out.print(f"[red]wrong[/red] {words}", highlight=False, soft_wrap=True)
+    state = "is well" if found.well else "is not well; restore a copy of it, or begin a new run from the newest checkpoint's hf folder"
+    out.print(
+        f"{path} (schema {found.schema}: {found.samples} samples, {found.trajectories} trajectories) {state}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    raise typer.Exit(0 if found.well else 1)

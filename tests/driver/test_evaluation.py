@@ -1,0 +1,93 @@
+"""When a version is evaluated, and when results end a run: the evaluator without engines."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from driver.evaluation import Evaluator, Result
+from driver.settings_evaluation import EvaluationConfig
+from tests.service import ROOT
+
+
+def result(version: int, reward: float | None) -> Result:
+    return Result(
+        version=version,
+        epoch=0,
+        rows=1,
+        answers=0 if reward is None else 1,
+        reward_mean=reward,
+        correct_mean=None,
+        by_task_type={},
+        response_tokens_mean=None,
+        versions={},
+        one_version=True,
+        failed={},
+        tokens_resampled=0,
+        seconds=1.0,
+        time=1.0,
+    )
+
+
+def evaluator(kept: list[Result], **settings: Any) -> Any:
+    config = EvaluationConfig(data=ROOT / "examples/sort_digits/heldout.jsonl", **settings)
+    rows = [(msgspec.json.encode(one),) for one in kept]
+    core = SimpleNamespace(
+        bell=lambda: None,
+        ring=lambda: None,
+        db=SimpleNamespace(query=lambda sql: rows),
+        config=SimpleNamespace(reward=SimpleNamespace(scorers={"*": None})),
+        ending=None,
+        draining=None,
+    )
+    none: Any = SimpleNamespace(hold=lambda *snapshots: None, newest=None)
+    return Evaluator(core, config, none, none, none, none, none, none, none), core  # type: ignore[arg-type]
+
+
+def snapshot(version: int) -> Any:
+    return SimpleNamespace(version=version, epoch=0)
+
+
+def test_version_0_and_then_every_kth_is_due_and_after_a_restart_the_first_that_comes_after_one_was_missed():
+    fresh, _ = evaluator([], every=5)
+    fresh.offer(snapshot(0))
+    assert fresh._due.version == 0
+    again, _ = evaluator([result(0, 0.5), result(5, 0.5)], every=5)
+    for version in (6, 9):
+        again.offer(snapshot(version))
+        assert again._due is None
+    again.offer(snapshot(12))
+    assert again._due.version == 12, "version 10 came while the driver was away"
+
+
+def test_while_one_runs_only_versions_that_are_due_wait_and_the_newest_of_them_counts():
+    busy, _ = evaluator([result(0, 0.5)], every=5)
+    busy._running = 5
+    for version, waits in ((5, None), (6, None), (10, 10), (11, 10), (15, 15)):
+        busy.offer(snapshot(version))
+        assert (busy._due and busy._due.version) == waits, version
+
+
+@pytest.mark.parametrize(
+    ("rewards", "ends"),
+    [
+        ([0.1, 0.2, 0.3, 0.3], False),
+        ([0.1, 0.3, 0.2, 0.3], True),
+        ([0.3, 0.2], False),
+        ([0.3, 0.2, None, 0.1], True),
+        ([0.3, 0.1, 0.31], False),
+    ],
+)
+def test_patience_counts_results_without_a_new_best(rewards, ends):
+    one, core = evaluator([result(i, reward) for i, reward in enumerate(rewards)], patience=2)
+    one._stop_rule()
+    assert (core.ending is not None) == ends == (core.draining is not None)
+
+
+def test_what_is_asked_for_before_there_is_a_version_is_refused():
+    one, _ = evaluator([])
+    with pytest.raises(LookupError, match="no version"):
+        one.demand()
