@@ -59,7 +59,7 @@ def engine(
         server = launch.Server(
             model_path=model_path.absolute(),
             port=port,
-            index=0,
+            first_device=0,
             context_length=length,
             max_running_requests=128,
             stream_interval=16,
