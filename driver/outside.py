@@ -46,7 +46,7 @@ LONGEST_PAUSE_S = 10.0
 LONGEST_ALONE_S = 300.0  # after failed pushes: each of them stops what the engine does
 CONTESTED_S = 60.0  # two pushes of another run within this, and the engine is the other run's
 CONTESTED_PAUSE_S = 30.0  # the first; it doubles
-LOOKS = 4
+LOOKS = 11  # five seconds: between two batches a run may have no request anywhere
 LOOK_S = 0.5
 AT_ONCE_S = 2.0  # for what is left to do when the service is to end at once
 ADDED = "engines added over REST"  # in the ledger's table `meta`
@@ -76,6 +76,7 @@ class Watched:
     asked: asyncio.Event = field(default_factory=asyncio.Event)
     again: asyncio.Event = field(default_factory=asyncio.Event)  # not to be waited for any longer
     contested_at: float | None = None
+    named: str | None = None  # its weights, when it was last asked before it was taken
     paused: tuple[str | None, float] | None = None  # under which name of another run's it is paused, since when
     wait_s: float = 0.0  # until it is asked again
 
@@ -246,7 +247,7 @@ class Outside:
                     run.pool.gone(slot, loss.reason)
                 if slot.was_open:  # what went before no longer counts
                     pause_s = alone_s = FIRST_PAUSE_S
-                elif loss.state == "quarantined" and slot.weights_sent:
+                elif loss.state == "quarantined" and slot.weights_sent and run_named(named) in (None, run.config.run_id):
                     loss = Loss(loss.state, loss.reason + await perhaps_another_model(slot, run.config.model.path))
                 if loss.contested:
                     loss, wait_s, contested_s = self._contested(watched, loss, contested_s)
@@ -298,14 +299,18 @@ class Outside:
         return run.processes.enroll(engine_id, client, incarnation, life, capabilities), named
 
     async def _refuse_if_serving(self, watched: Watched, client: EngineClient) -> str | None:
-        """The name of its weights. EngineError when another run gave it, and lives: requests go on, or the pause of its push may yet end.
+        """The name of its weights. EngineError when another run gave it, and lives: it gave another one since we last asked, requests
+        come and go, or the pause of its push may yet end.
 
         That requests run is not enough: a paused server, and one whose run was killed, go on saying what they last counted.
         """
         named = await client.says_version(deadline_s=ANSWER_S)
         other = run_named(named)
+        previous, watched.named = watched.named, named
         if other in (None, self._run.config.run_id):
             return named
+        if previous not in (None, named):
+            raise EngineError("configuration", _serves(str(other)))
         if await client.is_paused():
             return self._refuse_if_paused_lately(watched, named, str(other))
         watched.paused = None
@@ -318,9 +323,11 @@ class Outside:
             except EngineError as error:
                 log.warning("%s does not say whether it runs requests: %s", client.url, error)
                 return named
-            if load.running and before is not None and load.differs_from(before):
+            if before is not None and load.running + before.running and load.differs_from(before):
                 raise EngineError("configuration", _serves(str(other)))
             before = load
+        if await client.says_version(deadline_s=ANSWER_S) != named:
+            raise EngineError("configuration", _serves(str(other)))
         return named
 
     def _refuse_if_paused_lately(self, watched: Watched, named: str | None, other: str) -> str | None:

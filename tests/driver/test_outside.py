@@ -272,6 +272,17 @@ async def test_E8_an_engine_that_another_run_uses_is_not_taken_but_one_whose_run
     await lab.outside.stop()
 
 
+async def test_E8_one_whose_name_another_run_goes_on_changing_is_not_taken_though_no_request_is_seen(lab):
+    lab.version, lab.paused = FOREIGN, True
+    lab.outside.start()
+    await lab.outside.heard("far:1", 10)
+    lab.version, lab.paused = "nc-far/0/13/3", False
+    await until(lambda: "it serves run nc-far" in shown(lab)["reason"])
+    assert lab.lives == []
+    await until(lambda: lab.lives == [1])  # and no more
+    await lab.outside.stop()
+
+
 async def test_E8_one_that_says_what_it_last_counted_before_its_run_was_killed_is_taken(lab):
     lab.version, lab.running, lab.tokens = FOREIGN, 6, itertools.repeat(5)
     lab.outside.start()
