@@ -21,7 +21,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from driver import commands_engines, commands_evaluation, commands_runs, selfcheck
+from driver import commands_bias, commands_datasets, commands_engines, commands_evaluation, commands_runs, selfcheck
 from driver.commands_ledger import ledger_app
 from driver.commands_roles import add_role_commands
 from driver.config import ConfigError, load_config
@@ -41,10 +41,18 @@ selfcheck_app = typer.Typer(no_args_is_help=True, help="Does what is yours keep 
 app.add_typer(selfcheck_app, name="selfcheck")
 app.add_typer(ledger_app, name="ledger")
 for command in (
-    *(commands_runs.runs, commands_runs.begin, commands_evaluation.evaluations, commands_evaluation.evaluate),
-    *(commands_engines.engines, commands_engines.engine),
+    commands_runs.runs,
+    commands_runs.begin,
+    commands_bias.bias,
+    commands_evaluation.evaluations,
+    commands_evaluation.evaluate,
+    commands_engines.engines,
+    commands_engines.engine,
 ):
     app.command()(command)
+for of_datasets in (commands_datasets.datasets, commands_datasets.append, commands_datasets.close, commands_datasets.mix):
+    app.command()(of_datasets)
+
 # ---- starting and ending -------------------------------------------------------------------------------------------------
 
 
@@ -153,27 +161,22 @@ def submit(
     url: Url = None,
     run: RunName = None,
     keep_open: Annotated[bool, typer.Option(help="more rows will follow: the run does not end when these are walked")] = False,
-    append_to: Annotated[str | None, typer.Option(help="append to this open dataset")] = None,
     mapping: Annotated[str | None, typer.Option("--map", help="field mapping: prompt=question,answer=label")] = None,
     key: Annotated[str | None, typer.Option(help="idempotency key: the same key again adds nothing")] = None,
+    weight: Annotated[float | None, typer.Option(help="share of the samples against the other datasets' weights; default 1")] = None,
+    priority: Annotated[int | None, typer.Option(help="while a dataset of higher priority has rows, it gives all; default 0")] = None,
+    epochs: Annotated[str | None, typer.Option(help="passes over it, or forever; default: stop.epochs")] = None,
 ) -> None:
     """Submit a dataset to a run."""
     if not file.is_file():
         fail(f"there is no file {file}")
     service = Service(url)
     name = service.run(run)
-    params: dict[str, Any] = {}
-    if mapping:
-        pairs = [pair.partition("=") for pair in mapping.split(",")]
-        params["mapping"] = json.dumps({target.strip(): field.strip() for target, _, field in pairs})
-    path = f"/v1/runs/{name}/datasets"
-    if append_to:
-        path += f"/{append_to}/rows"
-    else:
-        params |= {"name": file.name, "close": str(not keep_open).lower()}
+    given = {"mapping": commands_datasets.mapping_json(mapping), "weight": weight, "priority": priority, "epochs": epochs}
+    params = {"name": file.name, "close": str(not keep_open).lower()} | {key: value for key, value in given.items() if value is not None}
     headers = {"content-type": "application/octet-stream"} | ({"idempotency-key": key} if key else {})
     with file.open("rb") as body:
-        reply = service.call("POST", path, params=params, headers=headers, content=body)
+        reply = service.call("POST", f"/v1/runs/{name}/datasets", params=params, headers=headers, content=body)
     out.print(
         f"dataset {reply['dataset_id']}: {reply['rows_added']} rows added, {reply['rows']} in all" + (", closed" if reply["closed"] else "")
     )
@@ -213,12 +216,14 @@ def status(
         table.add_row(key, str(facts[key]))
     if facts["watermark"] is not None:
         table.add_row("watermark", f"{facts['watermark']} ({facts['watermark_binding']} binds)")
-    table.add_row("staleness", f"max {facts['staleness_max']}, bound {facts['staleness_bound']}")
+    table.add_row("staleness", f"max {facts['staleness_max']}, bound {facts['staleness_bound']}, preset {facts['staleness_preset']}")
     table.add_row("trajectories", ", ".join(f"{k} {v}" for k, v in facts["trajectories"].items() if isinstance(v, int)))
     for reason, count in facts["trajectories"]["reasons"].items():
         table.add_row("discarded", f"{count} × {reason}")
     if facts["trajectories"]["last_discard"]:
         table.add_row("last discard", facts["trajectories"]["last_discard"]["reason"])
+    if facts["found_at_start"]:
+        table.add_row("found at start", ", ".join(f"{name} {count}" for name, count in facts["found_at_start"].items() if count))
     for alarm in facts["alarms"]:
         table.add_row("[red]alarm[/red]", alarm)
     for words in facts["engines_out_of_use"]:

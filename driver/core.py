@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from driver.events import Event
 from driver.feed import Feed
-from driver.ledger import Ledger
+from driver.ledger import Ledger, Sample
 from driver.ledger_db import LedgerDB
+from driver.limits import Limits, load_limits, save_limits
 from driver.settings import RunConfig
 from store import Store
+
+log = logging.getLogger("headrace.core")
 
 
 @dataclass(frozen=True)
@@ -78,11 +82,31 @@ class Core:
     store: Store
     bells: list[Bell] = field(default_factory=list)
     waits: dict[str, Wait] = field(default_factory=dict)
+    alarms: dict[str, str] = field(default_factory=dict)  # by who raises it: what a person should look at, though the run goes on
     paused: bool = False
     draining: str | None = None  # why no new sample is registered any more
     ending: str | None = None  # why the run ends after the batch in training
+    on_over: list[Callable[[Sample], None]] = field(default_factory=list)  # told each sample of which all has finished
     stopping: bool = False  # the process ends; everything is kept for the next start
     started: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        self.limits = load_limits(self.db, self._configured)
+
+    @property
+    def _configured(self) -> Limits:
+        return Limits(self.config.staleness.bound, self.config.batch.samples)
+
+    def change_limits(self, limits: Limits) -> None:
+        """Another S or P, from now on and after restarts."""
+        self.limits = limits
+        save_limits(self.db, limits, self._configured)
+        self.ring()
+
+    @property
+    def samples_per_batch(self) -> int:
+        """P of the next batch."""
+        return self.limits.samples_now(self.ledger.live_by_deadline, self.ledger.next_batch)
 
     def bell(self) -> Bell:
         bell = Bell()
@@ -98,6 +122,9 @@ class Core:
         if self.db.failure:
             self.db.write(())  # raises with the reason, before the state moves away from the disk
         self.db.write(self.ledger.apply(event))
+        for sample in self.ledger.just_over:
+            for tell in self.on_over:
+                tell(sample)
         self.ring()
 
     def waiting(self, side: str, reason: str | None) -> None:
@@ -106,6 +133,14 @@ class Core:
             self.waits.pop(side, None)
         elif side not in self.waits or self.waits[side].reason != reason:
             self.waits[side] = Wait(reason, time.monotonic())
+
+    def alarm(self, who: str, words: str | None) -> None:
+        """Raise this alarm, or take it back. Said in the log too, when it is new."""
+        if words is None:
+            self.alarms.pop(who, None)
+        elif self.alarms.get(who) != words:
+            self.alarms[who] = words
+            log.warning("%s", words)
 
     @property
     def run_id(self) -> str:

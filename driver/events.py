@@ -6,6 +6,8 @@ from typing import Any
 
 import msgspec
 
+from driver.mix import Change
+
 
 class Leaf(msgspec.Struct, frozen=True):
     """One row: where its columns are and the numbers the plan needs. Refs are `Ref.to_wire()`."""
@@ -20,6 +22,8 @@ class Leaf(msgspec.Struct, frozen=True):
 
 
 class SampleRegistered(msgspec.Struct, frozen=True, kw_only=True):
+    """`credits` are those of the datasets after this choice: see `driver.mix`."""
+
     uid: int
     segment: int
     row_index: int
@@ -29,6 +33,8 @@ class SampleRegistered(msgspec.Struct, frozen=True, kw_only=True):
     deadline_batch: int
     n: int
     time: float
+    dataset_id: str = ""
+    credits: dict[str, float] = {}
 
 
 class TrajectoryReady(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,11 +62,12 @@ class TrajectoryDiscarded(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SampleDiscarded(msgspec.Struct, frozen=True, kw_only=True):
-    """Every trajectory of the sample that is running or ready ends here."""
+    """Every trajectory of the sample that is running or ready ends here. `filtered_from`: the filter's work, and of which dataset."""
 
     uid: int
     reason: str
     time: float
+    filtered_from: str | None = None
 
 
 class RowsLost(msgspec.Struct, frozen=True, kw_only=True):
@@ -154,6 +161,34 @@ class EvaluationEnded(msgspec.Struct, frozen=True, kw_only=True):
     time: float
 
 
+class MixChanged(msgspec.Struct, frozen=True, kw_only=True):
+    """Shares of datasets, from the next sample on. `by` says who decided (submit, configuration, request, curriculum), `why` in words."""
+
+    changes: dict[str, Change]
+    by: str
+    time: float
+    why: str = ""
+
+
+class RowSolved(msgspec.Struct, frozen=True, kw_only=True):
+    """Every trajectory of this sample was right: its row may be left out of the next pass."""
+
+    uid: int
+    of: int
+    time: float
+
+
+class RowSkipped(msgspec.Struct, frozen=True, kw_only=True):
+    """The next row of a dataset is left out of this pass, because it was solved in the one before."""
+
+    dataset_id: str
+    segment: int
+    row_index: int
+    pass_index: int
+    position: int
+    time: float
+
+
 class RunEnded(msgspec.Struct, frozen=True, kw_only=True):
     how: str
 
@@ -174,5 +209,8 @@ Event = (
     | EvaluationBegan
     | EvaluationEnded
     | Restarted
+    | MixChanged
+    | RowSolved
+    | RowSkipped
     | RunEnded
 )

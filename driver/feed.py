@@ -1,39 +1,44 @@
-"""Datasets inside a run: segments of rows in the ledger's database, and the cursor that walks them exactly once a pass.
+"""Datasets inside a run: segments of rows in the ledger's database, and the walk that takes each row exactly once a pass.
 
-A submit or an append is one *segment*, written whole or not at all: its rows first, then the line that makes it visible. A pass goes
-through the segments in order of arrival, each in an order seeded by (seed, pass, segment), so an append in the middle of a pass
-moves nothing that came before. The cursor lives in the ledger and advances in the same commit that registers the sample, so any
-number of restarts gives each row once a pass (W2). The second pass starts only when every dataset is closed.
+A submit or an append is one *segment*, written whole or not at all: its rows first, then the line that makes it visible. Each dataset
+has a walk of its own: a pass goes through its segments in order of arrival, each in an order seeded by (seed, pass, segment), so an
+append in the middle of a pass moves nothing that came before, and no other dataset. Its second pass starts only when it is closed.
+Which dataset the next row comes from is `driver/mix.py`'s arithmetic.
+
+The walks live in the ledger and advance in the same commit that registers the sample: `next_place` is a function of what is durable,
+so any number of restarts gives each row once a pass, in the order that no restart would have changed (W2).
 """
 
 from __future__ import annotations
 
 import asyncio
+import bisect
 import random
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import lru_cache
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
 
 import msgspec
 
 from driver.datasets import DataRow
 from driver.ledger import Upsert
 from driver.ledger_db import LedgerDB
-
-
-class FeedError(ValueError):
-    """A sentence for the user."""
+from driver.mix import FeedError as FeedError
+from driver.mix import Walk, choose, planned
 
 
 @dataclass(frozen=True)
 class Place:
-    """The next row to register."""
+    """The next row to register, and the credits of the datasets once it is."""
 
+    dataset_id: str
     pass_index: int
     segment: int
     position: int
     row_index: int
+    credits: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -49,13 +54,22 @@ class _Entry:
     name: str
     closed: bool
     created_at: float
+    segments: list[tuple[int, int]] = field(default_factory=list)  # (segment, rows), in order of arrival
+
+    @property
+    def rows(self) -> int:
+        return sum(rows for _, rows in self.segments)
 
 
-@lru_cache(maxsize=64)
-def _order(seed: int, pass_index: int, segment: int, rows: int) -> list[int]:
+def shuffled(seed: int, pass_index: int, segment: int, rows: int) -> array[int]:
+    """The order of a segment's rows in one pass. Ledgers depend on it: a walk in the middle of a pass goes on in this order."""
     order = list(range(rows))
     random.Random(f"{seed}/{pass_index}/{segment}").shuffle(order)
-    return order
+    return array("Q", order)
+
+
+_NEW = Walk()
+"""Of a dataset of which nothing was registered yet. Never changed."""
 
 
 class Feed:
@@ -64,54 +78,95 @@ class Feed:
         self._seed = seed
         self._shuffle = shuffle
         self._passes = passes
-        self._segments: list[tuple[int, str, int]] = list(db.query("SELECT segment, dataset_id, rows FROM segments ORDER BY segment"))
-        self._datasets: dict[str, _Entry] = {
-            i: _Entry(name, bool(closed), at)
-            for i, name, closed, at in db.query("SELECT dataset_id, name, closed, created_at FROM datasets")
-        }
+        listed = db.query("SELECT dataset_id, name, closed, created_at FROM datasets ORDER BY dataset_id")
+        self._datasets: dict[str, _Entry] = {i: _Entry(name, bool(closed), at) for i, name, closed, at in listed}
+        self._dataset_of: dict[int, str] = {}
+        for segment, dataset_id, rows in db.query("SELECT segment, dataset_id, rows FROM segments ORDER BY segment"):
+            self._datasets[dataset_id].segments.append((segment, rows))
+            self._dataset_of[segment] = dataset_id
         keyed = "SELECT idempotency_key, dataset_id, digest FROM segments WHERE idempotency_key IS NOT NULL"
         self._keys: dict[str, tuple[str, str | None]] = {key: (dataset_id, digest) for key, dataset_id, digest in db.query(keyed)}
+        self._orders: dict[int, tuple[int, array[int]]] = {}
         self._adding = asyncio.Lock()
-        used = [s for s, _, _ in self._segments]
-        self._next_segment = max(used, default=-1) + 1
+        self._next_segment = max(self._dataset_of, default=-1) + 1
         self._decoder = msgspec.json.Decoder(DataRow)
 
     # ---- reading -----------------------------------------------------------------------------------------------------
 
     def datasets(self) -> list[Dataset]:
-        sizes: dict[str, int] = {}
-        for _, dataset_id, rows in self._segments:
-            sizes[dataset_id] = sizes.get(dataset_id, 0) + rows
-        return [Dataset(i, entry.name, entry.closed, sizes.get(i, 0)) for i, entry in self._datasets.items()]
+        """In order of arrival."""
+        return [Dataset(i, entry.name, entry.closed, entry.rows) for i, entry in self._datasets.items()]
 
     @property
     def rows(self) -> int:
-        return sum(rows for _, _, rows in self._segments)
+        return sum(entry.rows for entry in self._datasets.values())
 
     @property
     def closed(self) -> bool:
         """Input is closed: there is a dataset and none of them takes rows any more."""
         return bool(self._datasets) and all(entry.closed for entry in self._datasets.values())
 
-    def next_place(self, cursor: tuple[int, int, int]) -> Place | None:
-        """The row at or after this cursor; None when there is none now (see `exhausted`)."""
-        pass_index, segment, position = cursor
-        while self._passes is None or pass_index < self._passes:
-            for number, _, rows in self._segments:
-                if number < segment:
-                    continue
+    def next_place(self, cursor: Mapping[str, Walk]) -> Place | None:
+        """The row to register next; None when there is none now (see `exhausted`, `weightless`)."""
+        places = self._places(cursor)
+        chosen = choose({dataset_id: cursor.get(dataset_id, _NEW) for dataset_id in places})
+        if chosen is None:
+            return None
+        dataset_id, credits = chosen
+        pass_index, segment, position, rows = places[dataset_id]
+        row_index = self._order(pass_index, segment, rows)[position] if self._shuffle else position
+        return Place(dataset_id, pass_index, segment, position, row_index, credits)
+
+    def _order(self, pass_index: int, segment: int, rows: int) -> array[int]:
+        """Kept for the present pass of each segment: 8 bytes a row."""
+        kept = self._orders.get(segment)
+        if kept is None or kept[0] != pass_index:
+            kept = self._orders[segment] = (pass_index, shuffled(self._seed, pass_index, segment, rows))
+        return kept[1]
+
+    def exhausted(self, cursor: Mapping[str, Walk]) -> bool:
+        """No further row will ever come: input closed and the last pass of every dataset walked."""
+        return self.closed and not self._places(cursor)
+
+    def weightless(self, cursor: Mapping[str, Walk]) -> list[str]:
+        """Datasets that have rows left and give none, because their weight is 0."""
+        return [dataset_id for dataset_id in self._places(cursor) if cursor.get(dataset_id, _NEW).weight == 0]
+
+    def shares(self, cursor: Mapping[str, Walk]) -> dict[str, float]:
+        """The planned share of each dataset that has a row now and is not behind one of higher priority."""
+        return planned({dataset_id: cursor.get(dataset_id, _NEW) for dataset_id in self._places(cursor)})
+
+    def passes(self, walk: Walk) -> int | None:
+        """How often a dataset is walked; None: for ever."""
+        return walk.passes if walk.own_passes else self._passes
+
+    def walked(self, dataset_id: str, walk: Walk) -> int:
+        """Rows of the present pass that lie behind."""
+        segments = self._datasets[dataset_id].segments
+        return sum(min(rows, walk.position) if segment == walk.segment else rows for segment, rows in segments if segment <= walk.segment)
+
+    def _places(self, cursor: Mapping[str, Walk]) -> dict[str, tuple[int, int, int, int]]:
+        """Of each dataset that has a row to give now, in order of arrival: its pass, segment, position and the segment's rows."""
+        places = {}
+        for dataset_id, entry in self._datasets.items():
+            place = self._place(entry, cursor.get(dataset_id, _NEW))
+            if place is not None:
+                places[dataset_id] = place
+        return places
+
+    def _place(self, entry: _Entry, walk: Walk) -> tuple[int, int, int, int] | None:
+        passes = self.passes(walk)
+        pass_index, segment, position = walk.pass_index, walk.segment, walk.position
+        while passes is None or pass_index < passes:
+            first = bisect.bisect_left(entry.segments, (segment, 0))
+            for number, rows in islice(entry.segments, first, None):
                 at = position if number == segment else 0
                 if at < rows:
-                    row_index = _order(self._seed, pass_index, number, rows)[at] if self._shuffle else at
-                    return Place(pass_index, number, at, row_index)
-            if not self.closed or not self.rows:
+                    return pass_index, number, at, rows
+            if not entry.closed or not entry.segments:
                 return None
             pass_index, segment, position = pass_index + 1, 0, 0
         return None
-
-    def exhausted(self, cursor: tuple[int, int, int]) -> bool:
-        """No further row will ever come: input closed and the last pass walked."""
-        return self.closed and self.next_place(cursor) is None
 
     def row(self, segment: int, row_index: int) -> DataRow:
         found = self._db.query("SELECT payload FROM dataset_rows WHERE segment = ? AND row_index = ?", (segment, row_index))
@@ -119,17 +174,25 @@ class Feed:
         return self._decoder.decode(found[0][0])
 
     def dataset_of(self, segment: int) -> str:
-        return next(d for s, d, _ in self._segments if s == segment)
+        return self._dataset_of[segment]
 
     # ---- changing ----------------------------------------------------------------------------------------------------
 
     async def add(
-        self, dataset_id: str | None, name: str, batches: Iterator[list[DataRow]], idempotency_key: str | None, digest: str | None = None
+        self,
+        dataset_id: str | None,
+        name: str,
+        batches: Iterator[list[DataRow]],
+        idempotency_key: str | None,
+        digest: str | None = None,
+        *,
+        also: Callable[[str], Iterable[Upsert]] = lambda dataset_id: (),
     ) -> tuple[str, int, bool]:
         """Create a dataset (dataset_id None) or append to one. Returns (dataset_id, rows added, was new).
 
         The same idempotency key again adds nothing (W6); with another `digest` of the body it is a FeedError.
-        DatasetError from `batches` leaves nothing behind.
+        DatasetError from `batches` leaves nothing behind. What `also` says of the dataset is written in the commit that makes the rows
+        visible: a share that is given with a dataset is there when the first of its rows is.
         """
         async with self._adding:  # two uploads with one key at once: the second sees what the first wrote
             if idempotency_key is not None and idempotency_key in self._keys:
@@ -151,6 +214,10 @@ class Feed:
                 await self._db.durable()
             if count == 0:
                 raise FeedError("the dataset has no rows")
+            if self._shuffle:  # a million rows take most of a second: not in the loop that asks for the first of them
+                self._orders[segment] = (0, await asyncio.to_thread(shuffled, self._seed, 0, segment, count))
+            if dataset_id is not None and self._get(dataset_id).closed:  # meanwhile: its next pass may have begun without these rows
+                raise FeedError(f"dataset {dataset_id} was closed before these rows were read; submit a new one")
             self._next_segment += 1
             writes = []
             if dataset_id is None:
@@ -158,9 +225,10 @@ class Feed:
                 self._datasets[dataset_id] = _Entry(name, False, time.time())
                 writes.append(self._row_of(dataset_id))
             row = {"segment": segment, "dataset_id": dataset_id, "rows": count, "idempotency_key": idempotency_key, "digest": digest}
-            self._db.write([*writes, Upsert("segments", row)])
+            self._db.write([*writes, *also(dataset_id), Upsert("segments", row)])
             await self._db.durable()
-            self._segments.append((segment, dataset_id, count))
+            self._datasets[dataset_id].segments.append((segment, count))
+            self._dataset_of[segment] = dataset_id
             if idempotency_key is not None:
                 self._keys[idempotency_key] = (dataset_id, digest)
             return dataset_id, count, True

@@ -7,7 +7,7 @@ import logging
 import time
 from typing import TYPE_CHECKING, Any
 
-from driver import observe
+from driver import observe, observe_data
 from driver.archive import MetricsLog, read_metrics
 from trainer.wire import TrainReport
 
@@ -59,7 +59,7 @@ class History:
             "response_tokens_mean": sum(leaf.response_tokens for t in scored for leaf in t.leaves) / len(scored),
             "staleness_mean": sum(ages) / len(ages),
             "staleness_max": max(ages),
-            "staleness_bound": self._run.config.staleness.bound,
+            "staleness_bound": self._run.core.limits.bound,
             "in_flight": self._run.dispatch.in_flight,
             "watermark": decision.watermark if decision else None,
             "watermark_binding": decision.binding if decision else None,
@@ -72,13 +72,16 @@ class History:
             "serving_version": ledger.serving_version,
             "epoch": ledger.epoch,
             "discarded_total": ledger.counts.by_outcome["discarded"],
+            "filtered_samples_total": observe_data.filtered_samples(self._run),
+            "samples_by_dataset": dict(collections.Counter(self._run.core.feed.dataset_of(s.segment) for s in samples)),
         }
         while self.recent and self.recent[-1]["batch_id"] >= batch_id:  # a replay
             self.recent.pop()
         self.recent.append(line)
         self.metrics.write(line)
         for alarm in observe.alarms(self._run):
-            log.warning("%s", alarm)
+            if alarm not in self._run.core.alarms.values():  # said when it was raised
+                log.warning("%s", alarm)
         stop = self._run.config.stop
         window = [m["reward_mean"] for m in list(self.recent)[-stop.reward_window :]]
         if stop.reward is not None and len(window) == stop.reward_window and sum(window) / len(window) >= stop.reward:

@@ -23,11 +23,12 @@ class Key:
 
 
 def keys(prefix: str = "", model: type[BaseModel] = RunConfig) -> Iterator[Key]:
-    """All of them below `prefix`, sections opened. Those of an optional section (a critic) are listed though it is absent by default."""
+    """All of them below `prefix`, sections opened. Those of an optional section (a critic) or of a list of sections are listed though
+    there is none by default."""
     for name, field in model.model_fields.items():
         dotted = f"{prefix}{name}"
         section = _section(field.annotation)
-        if section is None or (not field.is_required() and field.default is None):
+        if section is None or (not field.is_required() and field.default in (None, [])):
             yield Key(dotted, _default(field), _choices(field.annotation), field.description or "")
         if section is not None:
             yield from keys(f"{dotted}.", section)

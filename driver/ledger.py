@@ -30,8 +30,11 @@ from driver.events import (
     EvaluationEnded,
     Event,
     Leaf,
+    MixChanged,
     Restarted,
+    RowSkipped,
     RowsLost,
+    RowSolved,
     RunEnded,
     SampleDiscarded,
     SampleRegistered,
@@ -41,6 +44,7 @@ from driver.events import (
     VersionCommitted,
     VersionServed,
 )
+from driver.mix import Cursor, Walk
 
 RUNNING, READY, CONSUMED, FINISHED = "running", "ready", "consumed", "finished"
 TRAINED, EVALUATED, DISCARDED = "trained", "evaluated", "discarded"
@@ -99,6 +103,11 @@ class Sample:
     def waiting(self) -> bool:
         return any(t.state == RUNNING for t in self.trajectories)
 
+    @property
+    def settled(self) -> bool:
+        """Live, and it can be taken into a batch: nothing of it runs, and something is ready."""
+        return self.batch_id is None and not self.evaluation and not self.waiting and any(t.state == READY for t in self.trajectories)
+
     def in_state(self, state: str) -> list[Trajectory]:
         return [t for t in self.trajectories if t.state == state]
 
@@ -150,10 +159,15 @@ class Ledger:
         self.committed_version = 0
         self.serving_version = 0
         self.epoch = 0
-        self.cursor: tuple[int, int, int] = (0, 0, 0)  # pass, segment, position: the next row to register
+        self.cursor: Cursor = {}  # by dataset: its share and the next row to register
+        self.mixes = 0  # changes of shares so far
+        self.solved: dict[tuple[int, int], int] = {}  # (segment, row) -> the pass in which it was always right
         self.checkpoint: str | None = None
         self.ended: str | None = None
         self.samples_taken = 0
+        self.just_over: list[Sample] = []  # by the last event: all of it has finished
+        self.settled_samples = 0
+        self.settlings = 0  # grows with each event that may make another batch possible
         self.restarts = 0
 
     # ---- reading -----------------------------------------------------------------------------------------------------
@@ -181,9 +195,15 @@ class Ledger:
 
     def apply(self, event: Event) -> list[Upsert]:
         """Change the state by one event; returns what must be written. IllegalEvent leaves everything as it was."""
+        self.just_over = []
+        touched = self._touched(event)
+        before = sum(sample.settled for sample in touched)
         discarded = self.last_discard
         writes: list[Upsert] = getattr(self, "_on_" + type(event).__name__)(event)
         assert self.counts.balanced(), f"A1 broken by {event}"
+        more = sum(sample.settled for sample in touched) - before
+        self.settled_samples += more
+        self.settlings += bool(more) or not isinstance(event, TrajectoryReady | SampleRegistered | TrajectoryRetried)
         if self.last_discard is not discarded:
             writes.append(self._meta("last_discard", self.last_discard))
         writes += [Upsert("counters", {"kind": kind, "name": name, "value": self._counter(kind, name)}) for kind, name in self._changed]
@@ -208,11 +228,14 @@ class Ledger:
         self.live_by_deadline[e.deadline_batch] += 1
         self.counts.registered += e.n
         self._add_state(RUNNING, e.n)
-        self.cursor = (e.pass_index, e.segment, e.position + 1)
+        walk = self._moved(e.dataset_id, e.pass_index, e.segment, e.position)
+        walk.registered += 1
+        for dataset_id, credit in e.credits.items():
+            self.cursor.setdefault(dataset_id, Walk()).credit = credit
         return [
             self._sample_row(sample),
             *[self._trajectory_row(t) for t in sample.trajectories],
-            self._meta("cursor", list(self.cursor)),
+            *self._walks(e.dataset_id, *e.credits),
             self._meta("next_uid", self.next_uid),
         ]
 
@@ -247,6 +270,9 @@ class Ledger:
             if trajectory.state in (RUNNING, READY):
                 self._finish(trajectory, DISCARDED, e.reason)
                 writes.append(self._trajectory_row(trajectory))
+        if e.filtered_from is not None:
+            self.cursor.setdefault(e.filtered_from, Walk()).filtered += 1
+            writes += self._walks(e.filtered_from)
         return writes + self._forget_if_over(sample)
 
     def _on_RowsLost(self, e: RowsLost) -> list[Upsert]:
@@ -385,6 +411,34 @@ class Ledger:
         writes = [self._trajectory_row(t) for s in samples for t in s.trajectories]
         return writes + [write for s in samples for write in self._forget_if_over(s)]
 
+    def _on_MixChanged(self, e: MixChanged) -> list[Upsert]:
+        for dataset_id, change in e.changes.items():
+            walk = self.cursor.setdefault(dataset_id, Walk())
+            walk.weight = walk.weight if change.weight is None else change.weight
+            walk.priority = walk.priority if change.priority is None else change.priority
+            if change.own_passes:
+                walk.passes, walk.own_passes = change.passes, True
+        self.mixes += 1
+        row = {"number": self.mixes - 1, "from_uid": self.next_uid, "decided_by": e.by, "why": e.why, "decided_at": e.time}
+        row |= {"trained_version": self.trained_version, "changes": msgspec.json.encode(e.changes)}
+        return [*self._walks(*e.changes), Upsert("mixes", row)]
+
+    def _on_RowSolved(self, e: RowSolved) -> list[Upsert]:
+        sample = self.samples[e.uid]
+        self.solved[sample.segment, sample.row_index] = sample.pass_index
+        row = {"segment": sample.segment, "row_index": sample.row_index, "pass_index": sample.pass_index}
+        return [Upsert("solved_rows", row | {"uid": e.uid, "trajectories": e.of, "solved_at": e.time})]
+
+    def _on_RowSkipped(self, e: RowSkipped) -> list[Upsert]:
+        solved_in = self.solved.get((e.segment, e.row_index))
+        if solved_in is None or solved_in != e.pass_index - 1:
+            raise IllegalEvent(f"row {e.row_index} of segment {e.segment} was not solved in the pass before {e.pass_index}")
+        del self.solved[e.segment, e.row_index]
+        walk = self._moved(e.dataset_id, e.pass_index, e.segment, e.position)
+        walk.skipped += 1
+        row = {"segment": e.segment, "row_index": e.row_index, "pass_index": solved_in, "skipped_at": e.time}
+        return [*self._walks(e.dataset_id), Upsert("solved_rows", row)]
+
     def _on_RunEnded(self, e: RunEnded) -> list[Upsert]:
         self.ended = e.how
         return [self._meta("ended", e.how)]
@@ -393,7 +447,31 @@ class Ledger:
         self.restarts += 1
         return [Upsert("restarts", {"number": self.restarts, "time": e.time, "found": msgspec.json.encode(e.found)})]
 
+    def _touched(self, event: Event) -> list[Sample]:
+        """The samples of which it changes a state."""
+        uids: tuple[int, ...] = ()
+        if isinstance(event, TrajectoryReady | TrajectoryDiscarded | RowsLost):
+            trajectory = self.trajectory(event.traj_uid)
+            uids = () if trajectory is None else (trajectory.uid,)
+        elif isinstance(event, SampleDiscarded):
+            uids = (event.uid,)
+        elif isinstance(event, BatchAssembled):
+            uids = event.uids
+        elif isinstance(event, BatchUnmade) and event.batch_id in self.batches:
+            uids = self.batches[event.batch_id].uids
+        return [self.samples[uid] for uid in uids if uid in self.samples]
+
     # ---- small parts -------------------------------------------------------------------------------------------------
+
+    def _moved(self, dataset_id: str, pass_index: int, segment: int, position: int) -> Walk:
+        """The dataset's walk, past this row."""
+        walk = self.cursor.setdefault(dataset_id, Walk())
+        walk.pass_index, walk.segment, walk.position = pass_index, segment, position + 1
+        return walk
+
+    def _walks(self, *dataset_ids: str) -> list[Upsert]:
+        """One row a dataset, so that a sample costs no more when there are a thousand datasets that are walked."""
+        return [self._meta(f"cursor/{dataset_id}", self.cursor[dataset_id]) for dataset_id in dict.fromkeys(dataset_ids)]
 
     def _in_state(self, traj_uid: str, *states: str) -> Trajectory:
         trajectory = self.trajectory(traj_uid)
@@ -441,6 +519,7 @@ class Ledger:
         if sample.batch_id is None and not sample.evaluation:
             self._leave_live(sample)
         del self.samples[sample.uid]
+        self.just_over.append(sample)
         row = self._sample_row(sample)
         row.values["over"] = 1
         return [row]

@@ -26,7 +26,7 @@ from typing import Any
 
 import msgspec
 
-from driver import ledger_load
+from driver import feed_tables, ledger_load
 from driver.ledger import Ledger, Upsert
 from driver.ledger_load import DoesNotBalance
 from driver.ledger_schema import DAMAGED, KEYS, LedgerError, open_database, remedy
@@ -171,12 +171,14 @@ class LedgerDB:
             raise
 
     def take_datasets(self, other: Path) -> None:
-        """Copy all datasets of another ledger into this one, which has none yet."""
+        """Copy all datasets of another ledger into this one, which has none yet, with their shares; they are walked from the first row."""
         self._connection.execute("ATTACH DATABASE ? AS other", (f"{other.absolute().as_uri()}?mode=ro",))
         try:
             self._connection.execute("BEGIN IMMEDIATE")
             for table in DATASET_TABLES:
                 self._connection.execute(f"INSERT INTO main.{table} SELECT * FROM other.{table}")
+            for name, value in self._connection.execute("SELECT name, value FROM other.meta WHERE name LIKE 'cursor/%'").fetchall():
+                self._connection.execute("INSERT INTO main.meta VALUES (?, ?)", (name, feed_tables.begun_anew(value)))
             self._connection.execute("COMMIT")
         finally:
             if self._connection.in_transaction:

@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from driver import feed_tables
 from driver.events import Leaf
 from driver.ledger import (
     ASSEMBLED,
@@ -55,7 +56,7 @@ def load(query: Query) -> Ledger:
     meta = {name: msgspec.json.decode(value) for name, value in query("SELECT name, value FROM meta")}
     for name in ("next_uid", "next_batch", "trained_version", "committed_version", "serving_version", "epoch", "checkpoint", "ended"):
         setattr(ledger, name, meta.get(name, getattr(ledger, name)))
-    ledger.cursor = tuple(meta.get("cursor", ledger.cursor))
+    feed_tables.load_walks(ledger, meta, query)
     discarded = meta.get("last_discard")
     ledger.last_discard = None if discarded is None else tuple(discarded)
     ledger.restarts = query("SELECT count(*) FROM restarts")[0][0]
@@ -71,6 +72,7 @@ def load(query: Query) -> Ledger:
         ledger.samples[sample.uid] = sample
         if sample.batch_id is None and not sample.evaluation:
             ledger.live_by_deadline[sample.deadline_batch] += 1
+        ledger.settled_samples += sample.settled
     for batch_id, state, uids, plan, skipped in query(PENDING, (ledger.committed_version, UNMADE)):
         ledger.batches[batch_id] = Batch(batch_id, state, tuple(msgspec.json.decode(uids)), plan, skipped)
     _check(ledger)

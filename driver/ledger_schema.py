@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 
+from driver import feed_tables
 from driver.ledger import kind_of
 
 log = logging.getLogger("headrace.ledger")
@@ -41,6 +42,7 @@ CREATE TABLE restarts (number INTEGER PRIMARY KEY, time REAL NOT NULL, found BLO
 CREATE INDEX trajectories_untrained ON trajectories (outcome, uid, idx) WHERE outcome = 'discarded' OR outcome = 'evaluated';
 """
 KEYS = {
+    **feed_tables.KEYS,
     "meta": ("name",),
     "datasets": ("dataset_id",),
     "segments": ("segment",),
@@ -57,7 +59,10 @@ class LedgerError(RuntimeError):
     """The ledger can not be used; the text says why and what to do."""
 
 
-DAMAGED = "it is damaged: restore a copy of it, or move it away to start anew; `headrace ledger check` says what is wrong"
+DAMAGED = (
+    "it is damaged: restore a copy of it, or begin a new run_id with model.path at the newest checkpoint's hf folder; "
+    "`headrace ledger check` says what is wrong"
+)
 _REMEDIES = {
     sqlite3.SQLITE_FULL: "free space on its disk, then start again",
     sqlite3.SQLITE_READONLY: "make the file, its directory and their disk writable, then start again",
@@ -92,6 +97,7 @@ def open_database(path: Path) -> sqlite3.Connection:
                 connection.executescript(f"BEGIN; {_TABLES_1} {_TABLES_2} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
             elif version < SCHEMA_VERSION:
                 _migrate(connection, path, version)
+            connection.executescript(f"BEGIN; {feed_tables.TABLES} COMMIT;")
             return connection
         except BaseException:
             connection.close()

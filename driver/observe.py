@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from driver import engine_facts
+from driver import engine_facts, observe_data
 from driver.ledger import CONSUMED, DISCARDED, EVALUATED, EVALUATION, FINISHED, READY, RUNNING, TRAINED, Trajectory, traj_uid_of
 
 if TYPE_CHECKING:
@@ -48,9 +48,11 @@ def status(run: Run) -> dict[str, Any]:
         "trainer_busy": run.history.busy_shares.get("trainer"),
         "trajectories": counts(run),
         "staleness_max": max((s for s, c in ledger.staleness.items() if c), default=0),
-        "staleness_bound": config.staleness.bound,
+        "staleness_bound": run.core.limits.bound,
+        "staleness_preset": config.staleness.preset,
         "logprob_gap_max": run.history.gap_max,
-        "datasets": [msgspec.to_builtins(d) for d in run.core.feed.datasets()],
+        "datasets": observe_data.datasets(run),
+        "filtered_samples": observe_data.filtered_samples(run),
         "restarts": run.core.ledger.restarts,
         "found_at_start": None if run.found is None else msgspec.to_builtins(run.found),
         "tokens_resampled": run.dispatch.turns.tokens_resampled,
@@ -76,6 +78,8 @@ def alarms(run: Run) -> list[str]:
     found = [why for why in (run.prefixes.failure, run.snapshot.failure) if why is not None]
     if run.evaluator is not None and run.evaluator.alarm is not None:
         found.append(run.evaluator.alarm)
+    found += run.core.alarms.values()
+    found += [*run.holds.alarms(), *run.bias.alarms]
     skipped = list(itertools.takewhile(lambda batch: batch.get("skipped"), reversed(run.history.recent)))
     if len(skipped) >= ALARM_SKIPPED_BATCHES:
         found.append(f"the last {len(skipped)} batches trained nothing ({skipped[0]['skipped']}); look at the rewards: headrace show TRAJ")
@@ -97,14 +101,18 @@ def counts(run: Run) -> dict[str, Any]:
 
 def staleness(run: Run) -> dict[str, Any]:
     """The histogram of what was taken into batches, and the live samples that are nearest to their deadline."""
-    ledger, config = run.core.ledger, run.core.config
+    ledger = run.core.ledger
     histogram = {str(s): c for s, c in sorted(ledger.staleness.items()) if c}
     taken = sum(ledger.staleness.values())
     mean = sum(s * c for s, c in ledger.staleness.items()) / taken if taken else None
     now = time.time()
     worst = sorted(ledger.live(), key=lambda s: (s.deadline_batch, s.uid))[:10]
     return {
-        "bound": config.staleness.bound,
+        "bound": run.core.limits.bound,
+        "samples": run.core.limits.samples,
+        "samples_now": run.core.samples_per_batch,
+        **run.holds.facts(),
+        "tokens_cut": run.dispatch.cut_tokens,
         "histogram": histogram,
         "mean": mean,
         "max": max((s for s, c in ledger.staleness.items() if c), default=None),
@@ -138,7 +146,7 @@ def queues(run: Run) -> dict[str, Any]:
         "scoring": run.scoring.in_flight,
         "in_flight": run.dispatch.in_flight,
         "ready": ledger.counts.by_state["ready"],
-        "ready_samples": sum(1 for s in ledger.live() if not s.waiting),
+        "ready_samples": sum(1 for s in ledger.live() if run.holds.is_ready(s)),
         "live_samples": sum(ledger.live_by_deadline.values()),
         "consumed": ledger.counts.by_state["consumed"],
         "batches_uncommitted": len(ledger.batches),
@@ -170,7 +178,8 @@ def why(run: Run) -> dict[str, Any]:
 
 
 def sentence(run: Run) -> str:
-    """Why the slower side waits, in one sentence: for the trainer also what it waits for in turn. And which engines are out of use."""
+    """Why the slower side waits, in one sentence: for the trainer also what it waits for in turn. And which engines are out of use, and
+    whether the filter takes everything."""
     if run.failure:
         return f"The run has stopped: {run.failure}"
     if run.state in ("finished", "stopped"):
@@ -183,7 +192,7 @@ def sentence(run: Run) -> str:
 def _idle_side(run: Run) -> str:
     now = time.monotonic()
     waits = run.core.waits
-    replaced = [waits[side].reason for side in waits if side.startswith("engine ")]
+    replaced = [waits[side].reason for side in waits if side.startswith("engine ") or side == "filter"]
     side = next((side for side in ("trainer", "reward", "rollout") if side in waits), None)
     if side is None:
         return "; ".join(replaced)
@@ -207,7 +216,7 @@ def gauges(run: Run) -> dict[str, float]:
         "headrace_ledger_committed_version": float(ledger.committed_version),
         "headrace_ledger_serving_version": float(ledger.serving_version),
         "headrace_ledger_staleness_max_batches": float(max((s for s, c in ledger.staleness.items() if c), default=0)),
-        "headrace_ledger_staleness_bound_batches": float(run.config.staleness.bound),
+        "headrace_ledger_staleness_bound_batches": float(run.core.limits.bound),
         "headrace_dispatch_in_flight_trajectories": float(run.dispatch.in_flight),
         "headrace_dispatch_watermark_trajectories": float(decision.watermark if decision else 0),
         "headrace_dispatch_tokens_total": float(run.dispatch.tokens_sampled),
@@ -220,7 +229,11 @@ def gauges(run: Run) -> dict[str, float]:
         "headrace_push_last_seconds": run.pusher.seconds,
         "headrace_store_used_bytes": float(run.store_stats().used_bytes),
         "headrace_store_capacity_bytes": float(run.config.store.capacity_bytes),
+        "headrace_dispatch_cut_tokens_total": float(run.dispatch.cut_tokens),
+        **run.holds.gauges(),
+        **run.bias.gauges(),
         **(run.evaluator.gauges() if run.evaluator is not None else {}),
+        **observe_data.gauges(run),
         **run.pool.gauges(),
     }
 

@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from driver.batcher import smallest_batch
 from driver.core import Core
 from driver.events import Found, Restarted, RowsLost, SampleDiscarded, TrajectoryRetried
 from driver.ledger import CONSUMED, Sample
@@ -46,12 +45,6 @@ def reconcile(
     for trajectory in [t for t in running if t.reason is None]:
         # Whether it had been sent is not known: its next request counts as another try.
         core.apply(TrajectoryRetried(traj_uid=trajectory.traj_uid, kind="infrastructure", reason="the driver was restarted"))
-    needed = smallest_batch(ledger.live_by_deadline, ledger.next_batch)
-    if needed > config.batch.samples:
-        raise CannotContinue(
-            f"batch.samples is {config.batch.samples}, but samples were registered for larger batches: at least {needed} a batch "
-            f"are needed to train them in time. Set batch.samples to {needed} or more, or begin a new run_id"
-        )
     counted = Counter(sources.values())
     found = Found(
         memory=counted["memory"],

@@ -19,7 +19,9 @@ from pathlib import Path
 import orjson
 
 from driver.archive import Archive
+from driver.bias_watch import BiasWatch
 from driver.core import Core
+from driver.curriculum import Curriculum
 from driver.dispatch import Dispatch
 from driver.distributed import Courier, DistributedTransport
 from driver.engine_watch import EngineWatch
@@ -28,6 +30,7 @@ from driver.events import Found, RunEnded, SampleDiscarded
 from driver.feed import Feed
 from driver.finished import Finished
 from driver.history import History
+from driver.holds import Holds
 from driver.launcher import StartFailed
 from driver.ledger import Upsert
 from driver.ledger_db import LedgerDB, LedgerError
@@ -94,6 +97,7 @@ class Run:
         self.scoring = Scoring(self.core, wait_s=config.reward.batch_wait_s, deadline_s=config.reward.deadline_s)
         watermark = Watermark(config.batch.samples * config.rollout.n)
         self.watermark = watermark
+        self.bias = BiasWatch(self.core)
         rollout = config.rollout
         self.routing: Routing | None = None
         if rollout.router_url is not None:
@@ -116,9 +120,11 @@ class Run:
             self.tokenizer,
             watermark,
             on_discarded=self.finished.discarded,
+            on_cut=self.bias.cut,
             routing=self.routing,
             prefixes=self.prefixes,
         )
+        self.holds = Holds(self.core, cut=self.dispatch.cut, moving=lambda: any(slot.state == "open" for slot in self.pool.slots.values()))
         self.evaluator_pool = EnginePool() if config.evaluation is not None and config.evaluation.engines else self.pool
         self.evaluator: Evaluator | None = None
         if config.evaluation is not None:
@@ -150,6 +156,7 @@ class Run:
             archive=self.finished.committed,
             on_running_again=self.dispatch.enqueue,
             replace=lambda reason: self.processes.replace("trainer-0", reason),
+            holds=self.holds,
         )
         self.model_facts = orjson.loads((config.model.path / "config.json").read_bytes())
         self.processes = Processes(self)
@@ -157,6 +164,8 @@ class Run:
         self.state = "starting"
         self.failure: str | None = None
         self.history = History(self)
+        self.dispatch.judge.pause = self.pause
+        self.curriculum = Curriculum(self, config.curriculum) if config.curriculum is not None else None
         self._stop = asyncio.Event()
         self._store_gone = False
 
@@ -189,6 +198,7 @@ class Run:
             await self._wind_down()
             return
         rollout = self.config.rollout
+        self.dispatch.judge.recall()
         training = asyncio.create_task(self.training.run(), name="training")
         others = [
             asyncio.create_task(coroutine, name=name)
@@ -204,6 +214,7 @@ class Run:
                 *([("routing", self.routing.run())] if self.routing is not None else []),
                 *([("prefix log", self.prefixes.run())] if rollout.prefix_log_every_s is not None else []),
                 *([("snapshot", self.snapshot.run())] if self.snapshot.every_s is not None else []),
+                *([("curriculum", self.curriculum.run())] if self.curriculum is not None else []),
             )
         ]
         stop = asyncio.create_task(self._stop.wait(), name="stop")
@@ -287,6 +298,7 @@ class Run:
         try:
             if core.ledger.ended is None:
                 self.dispatch.turns.count_resampled(unlogged)
+            self.bias.look()
             await core.db.durable()
         except LedgerError as error:
             self.failure = self.failure or str(error)
@@ -382,6 +394,7 @@ class Run:
                 raise LedgerError(self.core.db.failure)
             self.history.measure_busy()
             self.scoring.look()
+            self.bias.look()
             if self.finished.archive.due:
                 await asyncio.to_thread(self.finished.archive.flush)
 

@@ -6,61 +6,42 @@ loopback; `/health` and `/metrics` need none on loopback only.
 """
 
 import asyncio
-import hashlib
 import hmac
-import json
 import os
-import tempfile
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
-import msgspec
-from fastapi import Body, Depends, FastAPI, Header, HTTPException, Query, Request, Response
+from fastapi import Body, Depends, FastAPI, HTTPException, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
-from driver import engine_facts, observe
+from driver import engine_facts, observe, service_datasets
 from driver.config import ConfigError, parse_config
-from driver.datasets import DatasetError, read_rows, resolve_under, scorable
+from driver.datasets import DatasetError
 from driver.feed import FeedError
 from driver.ledger_db import LedgerError
 from driver.run import Run
 from driver.runs import Runs
+from driver.service_bias import add_routes as add_bias_routes
 from driver.service_evaluation import add_evaluation_routes
+from driver.service_limits import add_routes as add_limit_routes
 from driver.service_roles import add_role_routes
 from driver.service_runs import add_routes as add_run_routes
 from driver.settings import SECRETS
 from rollout.address import NotAllowed
 
-MAX_UPLOAD_BYTES = 4 << 30
-MAX_JSON_BYTES = 64 << 10
 ENGINE_ANSWERS_S = 2.0
-
-
-class PathSubmit(BaseModel):
-    """A dataset file on the service's machine, under one of `service.data_roots`."""
-
-    model_config = ConfigDict(extra="forbid")
-    path: str
 
 
 class EngineUrl(BaseModel):
     model_config = ConfigDict(extra="forbid")
     url: str = Field(description="http://HOST:PORT; the host must be one of service.engine_hosts")
-
-
-class Submitted(BaseModel):
-    dataset_id: str
-    rows_added: int
-    rows: int
-    closed: bool
-    created: bool = Field(description="false: this idempotency key was seen before and nothing was added")
 
 
 class _Metrics:
@@ -283,109 +264,10 @@ def create_app(fleet: Runs, *, token: str | None, loopback: bool, shutdown: Call
         text = await asyncio.to_thread((run.log_directory / f"{role}.log").read_text, "utf-8", "replace")
         return PlainTextResponse("\n".join(text.splitlines()[-lines:]) + "\n")
 
-    # ---- datasets ------------------------------------------------------------------------------------------------------
-
-    @app.get("/v1/runs/{run}/datasets", tags=["datasets"])
-    async def datasets(run: RunDep) -> list[dict[str, Any]]:
-        return [msgspec.to_builtins(d) for d in run.core.feed.datasets()]
-
-    @app.post("/v1/runs/{run}/datasets", tags=["datasets"], status_code=201)
-    async def submit(
-        request: Request,
-        run: RunDep,
-        name: str = "dataset",
-        close: bool = True,
-        mapping: Annotated[str | None, Query(description='field mapping as JSON: {"prompt": "question", "answer": "label"}')] = None,
-        idempotency_key: Annotated[str | None, Header()] = None,
-    ) -> Submitted:
-        """The body is the file itself (JSONL or Parquet), or `{"path": …}` with content type application/json.
-
-        `close=false` keeps the dataset open for more rows; the run ends when all datasets are closed and walked.
-        """
-        return await _submit(request, run, None, name, close, mapping, idempotency_key)
-
-    @app.post("/v1/runs/{run}/datasets/{dataset_id}/rows", tags=["datasets"], status_code=201)
-    async def append(
-        request: Request,
-        run: RunDep,
-        dataset_id: str,
-        mapping: str | None = None,
-        idempotency_key: Annotated[str | None, Header()] = None,
-    ) -> Submitted:
-        """Append rows to an open dataset, while the run goes on."""
-        return await _submit(request, run, dataset_id, dataset_id, False, mapping, idempotency_key)
-
-    @app.post("/v1/runs/{run}/datasets/{dataset_id}/close", tags=["datasets"])
-    async def close_dataset(run: RunDep, dataset_id: str) -> dict[str, Any]:
-        await run.core.feed.close(dataset_id)
-        run.core.ring()
-        return {"dataset_id": dataset_id, "closed": True}
-
+    service_datasets.add_routes(app, run_of)
+    add_bias_routes(app, RunDep)
+    add_limit_routes(app, RunDep)
     return app
-
-
-async def _submit(
-    request: Request, run: Run, dataset_id: str | None, name: str, close: bool, mapping: str | None, idempotency_key: str | None
-) -> Submitted:
-    fields = _mapping(mapping)
-    if request.headers.get("content-type", "").partition(";")[0].strip() == "application/json":
-        try:
-            body = PathSubmit.model_validate_json(await _small_body(request))
-        except ValidationError:
-            text = 'with content type application/json the body is {"path": "FILE"}; to upload a file, send it as application/octet-stream'
-            raise HTTPException(400, text) from None
-        source = resolve_under(body.path, run.core.config.service.data_roots)
-        return await _add(run, source, dataset_id, name, close, fields, idempotency_key)
-    with tempfile.NamedTemporaryFile(dir=run.core.config.directory, prefix=".upload-") as file:
-        size = 0
-        async for chunk in request.stream():
-            size += len(chunk)
-            if size > MAX_UPLOAD_BYTES:
-                raise HTTPException(413, f"an upload may have {MAX_UPLOAD_BYTES >> 30} GiB; submit larger files by path")
-            file.write(chunk)
-        file.flush()
-        return await _add(run, Path(file.name), dataset_id, name, close, fields, idempotency_key)
-
-
-async def _small_body(request: Request) -> bytes:
-    body = b""
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > MAX_JSON_BYTES:
-            raise HTTPException(413, "a JSON body here is a path; to upload a file, send it as application/octet-stream")
-    return body
-
-
-async def _add(
-    run: Run, source: Path, dataset_id: str | None, name: str, close: bool, mapping: dict[str, str | None] | None, key: str | None
-) -> Submitted:
-    if run.core.ledger.ended:
-        raise HTTPException(409, f"run {run.core.run_id} has ended ({run.core.ledger.ended}); start one with another run_id")
-    batches = scorable(read_rows(source, mapping=mapping), run.core.config)
-    digest = await asyncio.to_thread(_digest, source) if key is not None else None
-    found, added, created = await run.core.feed.add(dataset_id, name, batches, key, digest)
-    if close:
-        await run.core.feed.close(found)
-    run.core.ring()
-    dataset = next(d for d in run.core.feed.datasets() if d.dataset_id == found)
-    return Submitted(dataset_id=found, rows_added=added, rows=dataset.rows, closed=dataset.closed, created=created)
-
-
-def _digest(source: Path) -> str:
-    with source.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _mapping(text: str | None) -> dict[str, str | None] | None:
-    if text is None:
-        return None
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise DatasetError(f'mapping is not JSON ({error.msg}); write it like {{"prompt": "question"}}') from None
-    if not isinstance(value, dict) or not all(isinstance(v, str | None) for v in value.values()):
-        raise DatasetError('mapping must be an object of names, like {"prompt": "question", "answer": "label"}')
-    return value
 
 
 def _error(status: int, message: str, **more: Any) -> JSONResponse:

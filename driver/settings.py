@@ -14,6 +14,8 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from driver.mix import check_sum
+from driver.settings_data import CurriculumConfig, DataConfig, FilterConfig
 from driver.settings_evaluation import EvaluationConfig
 from driver.settings_roles import NAME as ROLE_NAME
 from driver.settings_roles import RoleConfig, check_names
@@ -129,7 +131,39 @@ class BatchConfig(_Section):
 
 
 class StalenessConfig(_Section):
+    """The bound, and who gives way when a straggler holds a batch. Keys of another preset are refused: they would have no effect."""
+
     bound: int = Field(2, ge=0, description="S: no trained sample is more than this many batches old; 0 is synchronous")
+    preset: Literal["strict", "deadline", "partial"] = Field(
+        "strict",
+        description="strict: a held batch waits, nothing is discarded for age or length; deadline: it waits hold_s, then the stragglers "
+        "are discarded; partial: a sample is trained with partial_k of its n. Both lose long answers: watch `headrace bias`",
+    )
+    alarm_s: float = Field(600.0, gt=0, description="a batch held this long raises an alarm, in every preset; nothing is discarded by it")
+    hold_s: float | None = Field(
+        None,
+        gt=0,
+        description="deadline only: a batch is held this long, then its stragglers go; too short costs the long answers; null: 60",
+    )
+    partial_k: int | None = Field(
+        None,
+        ge=2,
+        description="partial only: ready trajectories with which a sample may be trained; few lose more work; null: rollout.n - 1",
+    )
+    partial_after_s: float | None = Field(
+        None, ge=0, description="partial only: only when so many have been ready for this long; 0 loses the most work; null: 0"
+    )
+    bias_window_versions: int = Field(10, ge=1, description="shares sampled and trained are compared over so many versions at a time")
+    bias_tolerance: float = Field(
+        0.02, gt=0, lt=1, description="an alarm when a share trained is this far from the share sampled, and chance does not explain it"
+    )
+
+    @model_validator(mode="after")
+    def _keys_of_the_preset(self) -> StalenessConfig:
+        for key, preset in (("hold_s", "deadline"), ("partial_k", "partial"), ("partial_after_s", "partial")):
+            if getattr(self, key) is not None and self.preset != preset:
+                raise ValueError(f"{key} is a key of preset {preset}, and preset is {self.preset}: remove it, or set preset: {preset}")
+        return self
 
 
 class ScorerConfig(_Section):
@@ -368,7 +402,29 @@ class RunConfig(_Section):
     evaluation: EvaluationConfig | None = Field(None, description="a held-out set, scored at chosen versions; null: none")
     stop_deadline_s: float = Field(60.0, gt=0, description="SIGTERM waits this long for the step in flight and a last checkpoint")
     shuffle: bool = Field(True, description="dataset rows in a seeded order, another one each epoch; false: as they came")
-    data: Path | None = Field(None, description="a dataset file submitted, and closed, at start")
+    data: list[DataConfig] = Field([], description="a file, or a list of {path, name, weight, priority, epochs, mapping}")
+    filter: FilterConfig = FilterConfig()
+    curriculum: CurriculumConfig | None = Field(None, description="who sets the datasets' weights; null: only you do")
+
+    @field_validator("data", mode="before")
+    @classmethod
+    def _one_file(cls, value: object) -> object:
+        """One file may be written as it is, and one dataset without a list."""
+        if value is None:
+            return []
+        if isinstance(value, str | Path):
+            return [{"path": value}]
+        return [value] if isinstance(value, dict) else value
+
+    @field_validator("data")
+    @classmethod
+    def _told_apart(cls, value: list[DataConfig]) -> list[DataConfig]:
+        names = [data.called for data in value]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise ValueError(f"two datasets are called {twice!r}: give them a `name` each")
+        if value:
+            check_sum(data.weight for data in value)
+        return value
 
     @property
     def directory(self) -> Path:
@@ -399,6 +455,11 @@ class RunConfig(_Section):
         return self.push.logprob_tolerance or (0.1 if self.trainer.dtype == "bfloat16" else 1e-3)
 
     @property
+    def partial_k(self) -> int:
+        """Of preset partial: with how many ready trajectories a sample may be trained."""
+        return self.rollout.n - 1 if self.staleness.partial_k is None else self.staleness.partial_k
+
+    @property
     def row_tokens(self) -> int:
         """The longest row there can be."""
         return self.rollout.context_length
@@ -420,6 +481,11 @@ class RunConfig(_Section):
             raise ValueError("rollout.engines is 0 and there is no other engine: give rollout.engine_urls, or service.engine_hosts")
         if self.rollout.min_group > self.rollout.n:
             raise ValueError(f"rollout.min_group ({self.rollout.min_group}) exceeds rollout.n ({self.rollout.n}): lower it to that")
+        if self.staleness.preset == "partial" and not self.rollout.min_group <= self.partial_k < self.rollout.n:
+            raise ValueError(
+                f"staleness.preset partial would train {self.partial_k} of rollout.n ({self.rollout.n}) trajectories: staleness.partial_k "
+                f"must be below n and at least rollout.min_group ({self.rollout.min_group}); or take preset strict or deadline"
+            )
         if self.rollout.n == 1 and self.trainer.critic is None:
             raise ValueError(
                 "rollout.n is 1: alone in its group, every trajectory has advantage 0 and nothing is trained; raise it, or set "

@@ -23,9 +23,9 @@ import msgspec
 
 from driver.advantage import advantages
 from driver.balance import PlanRow, plan
-from driver.batcher import Candidate, choose
 from driver.core import Busy, Core
 from driver.events import BatchApplied, BatchAssembled, BatchUnmade, EpochBegan, VersionCommitted
+from driver.holds import Holds
 from driver.ledger import DISCARDED, TRAINED, Sample
 from driver.snapshot import Snapshot
 from store import Gone, Ref, TensorForm
@@ -55,9 +55,11 @@ class Training:
         archive: Callable[[list[Sample], str, str | None], Awaitable[None]],
         on_running_again: Callable[[Sample], None],
         replace: Callable[[str], Awaitable[None]],
+        holds: Holds,
     ) -> None:
         self._core = core
         self._http = http
+        self._holds = holds
         self._canary_ids = canary_ids
         self._on_snapshot = on_snapshot
         self._on_applied = on_applied
@@ -132,7 +134,7 @@ class Training:
                 self._lost.set()
                 await self._bell.wait(0.2)
                 continue
-            await self._bell.wait(1.0)
+            await self._bell.wait(self._holds.again_s)
 
     async def _reborn(self) -> bool:
         """The group's incarnation has changed since we brought it up: ranks died while nothing was asked of them. Asked every 2 s."""
@@ -171,16 +173,12 @@ class Training:
         """Take the oldest P ready samples, plan them, and record both. Returns the batch id, or None while it is held."""
         core, ledger = self._core, self._core.ledger
         batch_id = ledger.next_batch
-        samples = list(ledger.live())
         last = core.draining is not None or core.feed.exhausted(ledger.cursor)
-        candidates = (Candidate(s.uid, s.deadline_batch, not s.waiting) for s in samples)
-        choice = choose(candidates, batch_id, core.config.batch.samples, short_allowed=last)
-        if choice.uids is None:
-            core.waiting("trainer", choice.reason)
+        uids = self._holds.look(short_allowed=last)
+        if uids is None:
             return None
-        core.waiting("trainer", None)
-        chosen = [ledger.samples[uid] for uid in choice.uids]
-        core.apply(BatchAssembled(batch_id=batch_id, uids=choice.uids, plan=self._plan(batch_id, chosen, "ready"), time=time.time()))
+        chosen = [ledger.samples[uid] for uid in uids]
+        core.apply(BatchAssembled(batch_id=batch_id, uids=uids, plan=self._plan(batch_id, chosen, "ready"), time=time.time()))
         return batch_id
 
     def _plan(self, batch_id: int, samples: list[Sample], state: str) -> bytes:

@@ -22,12 +22,13 @@ import uvicorn
 
 from driver import collector
 from driver.config import ConfigError
-from driver.datasets import DatasetError, read_rows, scorable
+from driver.datasets import DatasetError
 from driver.ledger_db import LedgerError
 from driver.run import Run
 from driver.runs import Runs
 from driver.service import create_app
 from driver.settings import RunConfig
+from driver.submits import submit_own
 
 log = logging.getLogger("headrace.up")
 
@@ -121,8 +122,8 @@ async def serve(config: RunConfig, *, exit_when_done: bool) -> int:
         log.info("run %s listens on %s", config.run_id, url)
         serving = asyncio.create_task(server.serve(sockets=[sock]), name="rest")
         try:
-            if config.data is not None and run.core.ledger.ended is None:
-                await _submit_own(run, config.data)
+            if run.core.ledger.ended is None:
+                await submit_own(run)
             await runs.run(ended, exit_when_done=exit_when_done)
         finally:
             server.should_exit = True
@@ -161,15 +162,6 @@ class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
-
-
-async def _submit_own(run: Run, data: Path) -> None:
-    """Submit and close; both are done at most once, however often the service starts."""
-    batches = scorable(read_rows(data), run.config)
-    dataset_id, rows, created = await run.core.feed.add(None, data.name, batches, f"config:{data.name}")
-    await run.core.feed.close(dataset_id)
-    if created:
-        log.info("submitted %d rows of %s", rows, data)
 
 
 def main(config: RunConfig, *, exit_when_done: bool, quiet: bool) -> int:

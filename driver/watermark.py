@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 
 from rollout.load import Load
 
+LEAST_KEPT = 0.05  # what the demand is divided by: a filter that takes nearly everything does not ask for the moon
+
 
 @dataclass(frozen=True)
 class Caps:
@@ -97,14 +99,24 @@ class Watermark:
         self.in_flight_s.observe(in_flight_s)
 
     def decide(
-        self, *, kv_slots: int, in_flight: int, ready: int, admissible_samples: int, n: int, store_free_bytes: int, sample_bytes: int
+        self,
+        *,
+        kv_slots: int,
+        in_flight: int,
+        ready: int,
+        admissible_samples: int,
+        n: int,
+        store_free_bytes: int,
+        sample_bytes: int,
+        kept_share: float = 1.0,
     ) -> Decision:
         """The target now.
 
         kv_cap: what the engines can decode at once (`kv_room`), and a little queue so that none idles.
         staleness_cap: what is in flight plus what A4 still lets in.
         demand_cap: Little's law, rate the trainer eats at times the time in flight, plus two batches less what lies ready: ready
-        piling up lowers it, a waiting trainer (ready = 0) raises it.
+        piling up lowers it, a waiting trainer (ready = 0) raises it. Of what is in flight the filter keeps `kept_share`, so for what the
+        trainer takes that much more has to be under way.
         store_cap: what is in flight plus what the store has room for at worst-case size.
         """
         kv_cap = max(n, kv_slots + math.ceil(kv_slots * 0.25))  # a sample is the least there can be
@@ -114,7 +126,8 @@ class Watermark:
             demand_cap = max(kv_cap, 2 * self.batch_trajectories)
         else:
             per_s = self.batch_trajectories / max(1e-6, self.batch_period_s.value)
-            demand_cap = math.ceil(per_s * self.in_flight_s.value) + max(n, 2 * self.batch_trajectories - ready)
+            wanted = math.ceil(per_s * self.in_flight_s.value) + max(n, 2 * self.batch_trajectories - ready)
+            demand_cap = math.ceil(wanted / max(LEAST_KEPT, kept_share))
         caps = Caps(kv_cap, staleness_cap, demand_cap, store_cap)
         named = {"kv": kv_cap, "staleness": staleness_cap, "demand": demand_cap, "store": store_cap}
         binding = min(named, key=lambda name: named[name])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import array
 import json
 import os
 import shutil
+import sqlite3
 import subprocess
 import time
 from collections import Counter
@@ -93,6 +95,44 @@ def test_W1_H6_A3_answers_in_flight_go_on_after_the_driver_ends_and_have_the_bit
     check_all_trained(service, status, 1)
     assert answers(service.directory) == whole
     assert not list(service.directory.glob("prefixes.sqlite*")), "removed at the end of the run"
+
+
+REWARD = """
+import random
+import time
+from pathlib import Path
+
+def score(response, row):
+    while Path(__file__).with_name("hold").exists():
+        time.sleep(0.05)
+    return random.random()  # equal rewards would train nothing
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_H6_W1_sigterm_in_the_middle_of_rewards_ends_in_time_and_what_was_sampled_is_scored_then_and_not_sampled_again(
+    service: ServiceUnderTest, tmp_path: Path
+) -> None:
+    (tmp_path / "reward.py").write_text(REWARD)
+    (tmp_path / "hold").touch()
+    scorers = json.dumps({"*": {"function": f"{tmp_path}/reward.py:score", "time_limit_s": 200}})
+    settings = (f"reward.scorers={scorers}", "reward.deadline_s=200", "rollout.prefix_log_every_s=0.2", "stop.batches=1")
+    service.up(*settings)
+    assert service.submit(ROWS.encode()).status_code == 201
+    service.wait(lambda s: service.run("/queues")["scoring"] == SAMPLES * N, "all answers wait for their score")
+    assert service.terminate() == 0
+    with sqlite3.connect(service.directory / "prefixes.sqlite") as log:
+        sampled = {
+            uid: array.array("i", ids).tolist() for uid, ids in log.execute("SELECT traj_uid, ids FROM prefixes WHERE finish NOTNULL")
+        }
+    log.close()
+    assert len(sampled) == SAMPLES * N, "whole answers, each in one row"
+    (tmp_path / "hold").unlink()
+    service.up(*settings)
+    assert service.run()["found_at_start"]["resumed"] == SAMPLES * N
+    check_all_trained(service, service.wait(lambda s: s["state"] == "finished", "the end", LONG_S), 1)
+    assert all(ids[-len(sampled[uid]) :] == sampled[uid] for uid, (ids, _, _) in answers(service.directory).items())
 
 
 @pytest.mark.slow

@@ -6,10 +6,11 @@ import copy
 
 from driver.events import Leaf, SampleRegistered, TrajectoryReady
 from driver.ledger import FINISHED, Ledger, traj_uid_of
+from driver.mix import Walk
 
 
 def register(ledger: Ledger, *, tag: int = 0, bound: int = 2, n: int = 2) -> SampleRegistered:
-    position = ledger.cursor[2]
+    position = ledger.cursor.get("", Walk()).position
     return SampleRegistered(
         uid=ledger.next_uid,
         segment=0,
@@ -38,6 +39,7 @@ def ready(uid: int, index: int, score: float = 1.0) -> TrajectoryReady:
 def fields(ledger: Ledger) -> dict[str, object]:
     """Every field of a ledger, with the order of what is ordered. The rows that an ended trajectory still names are not state."""
     found = copy.deepcopy(vars(ledger))
+    del found["just_over"], found["settlings"]  # of the last event, and a clock of a driver's life
     for sample in found["samples"].values():
         for trajectory in sample.trajectories:
             if trajectory.state == FINISHED:

@@ -11,6 +11,7 @@ import yaml
 
 from driver.advantage import ADVANTAGES
 from driver.config import ConfigError, load_config, parse_config, weights_bytes
+from driver.mix import Change
 from driver.settings import LossConfig, ServiceConfig
 from trainer.loss_spec import CriticSpec, LossSpec
 
@@ -73,6 +74,20 @@ def write(tmp_path: Path, **sections: object) -> Path:
         ({"trainer": {"device": "cpu", "optimizer_offload": 0.5}}, ["trainer: ", "nothing to offload to", "device to cuda"]),
         ({"model": {"path": "nowhere"}}, ["nowhere does not exist", "nothing is downloaded"]),
         ({"data": "nothing.jsonl"}, ["there is no file", "nothing.jsonl"]),
+        ({"data": [{"path": "a", "weigth": 1}]}, ["'data.0.weigth'", "did you mean 'weight'"]),
+        ({"data": [{"path": "a"}, {"path": "b", "prority": 1}]}, ["'data.1.prority'", "did you mean 'priority'"]),
+        ({"data": [{"path": "x/a"}, {"path": "y/a"}]}, ["two datasets are called 'a'", "`name`"]),
+        ({"data": [{"path": "a", "weight": 0}, {"path": "b", "weight": 0}]}, ["all weights would be 0"]),
+        ({"data": [{"path": "a", "weight": -2}]}, ["data.0", "weight -2.0 is no share"]),
+        ({"data": [{"path": "a", "weight": float("nan")}]}, ["data.0.weight", "finite"]),
+        ({"data": [{"path": "a", "priority": 1.5}]}, ["data.0.priority", "integer"]),
+        ({"data": [{"path": "a", "epochs": 0}]}, ["data.0.epochs", "greater than or equal to 1"]),
+        ({"data": [{"weight": 1}]}, ["data.0.path is required"]),
+        ({"data": 5}, ["data", "list"]),
+        ({"filter": {"min_pass_rate": 0.5, "max_pass_rate": 0.5}}, ["filter", "is not below max_pass_rate"]),
+        ({"filter": {"max_passrate": 1}}, ["'filter.max_passrate'", "'max_pass_rate'"]),
+        ({"curriculum": {"function": "nowhere.py:f"}}, ["curriculum.function", "there is no file", "nowhere.py"]),
+        ({"curriculum": {"function": f"{ROOT}/examples/sort_digits/reward.py:scor"}}, ["curriculum.function", "has no 'scor'", "'score'"]),
         ({"service": {"host": "0.0.0.0"}}, ["service.token", "HEADRACE_TOKEN"]),
         ({"service": {"engine_hosts": ["http://10.0.0.7:30000"]}}, ["not a host", "like 10.0.0.7:30000"]),
         ({"run_id": "a/b"}, ["run_id"]),
@@ -86,6 +101,18 @@ def test_O1_O2_a_mistake_is_named_with_its_remedy(tmp_path, sections, words):
         load_config(write(tmp_path, **sections))
     for word in words:
         assert word in str(error.value)
+
+
+def test_data_is_a_file_or_a_list_of_datasets_with_their_shares_beside_the_configuration(tmp_path: Path) -> None:
+    for name in ("a.jsonl", "b.jsonl"):
+        (tmp_path / name).touch()
+    (one,) = load_config(write(tmp_path, data="a.jsonl")).data
+    assert (one.path, one.called, one.share) == (tmp_path / "a.jsonl", "a.jsonl", Change(1.0, 0))
+    first, second = load_config(
+        write(tmp_path, data=[{"path": "a.jsonl", "epochs": None, "weight": 3}, {"path": "b.jsonl", "name": "b"}])
+    ).data
+    assert first.share == Change(3.0, 0, None, True) and (second.called, second.share.own_passes) == ("b", False)
+    assert load_config(write(tmp_path, data=None)).data == [] == load_config(write(tmp_path)).data
 
 
 def test_with_a_critic_a_prompt_needs_no_group(tmp_path: Path) -> None:

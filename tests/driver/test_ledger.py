@@ -141,7 +141,6 @@ class AnyRun(RuleBasedStateMachine):
         if (found := self.some(data, RUNNING)) is not None:
             self.apply(TrajectoryDiscarded(traj_uid=found, reason="data: bad prompt", time=3.0))
 
-    @precondition(lambda self: sum(self.ledger.live_by_deadline.values()) > P)
     @precondition(lambda self: not any(self.ledger.evaluated()))
     @rule(rows=st.integers(1, 2))
     def an_evaluation_begins(self, rows: int) -> None:
@@ -167,6 +166,7 @@ class AnyRun(RuleBasedStateMachine):
         for sample in list(self.ledger.evaluated()):
             self.apply(SampleDiscarded(uid=sample.uid, reason="evaluation: the driver was restarted", time=2.0))
 
+    @precondition(lambda self: sum(self.ledger.live_by_deadline.values()) > P)
     @rule(data=st.data())
     def a_sample_is_discarded(self, data: st.DataObject) -> None:
         live = [s.uid for s in self.ledger.live()]
@@ -247,6 +247,8 @@ class AnyRun(RuleBasedStateMachine):
         for state in (RUNNING, READY, CONSUMED):
             assert live[state] == counts.by_state[state]
         assert sum(self.ledger.staleness.values()) == self.ledger.samples_taken
+        takeable = [s for s in self.ledger.live() if not s.waiting and s.in_state(READY)]
+        assert self.ledger.settled_samples == len(takeable)
         assert sum(counts.by_outcome.values()) == counts.by_state[FINISHED] == len(self.ended)
 
     @invariant()
@@ -262,7 +264,7 @@ class AnyRun(RuleBasedStateMachine):
 
 
 def test_A1_A2_A4_W1_V6_hold_over_any_sequence_of_events_kills_and_restarts() -> None:
-    run_state_machine_as_test(AnyRun, settings=settings(max_examples=100, stateful_step_count=50, deadline=None))
+    run_state_machine_as_test(AnyRun, settings=settings(max_examples=150, stateful_step_count=50, deadline=None))
 
 
 def small_ledger() -> Ledger:

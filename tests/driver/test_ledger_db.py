@@ -14,6 +14,7 @@ import pytest
 from driver.events import BatchApplied, BatchAssembled, TrajectoryDiscarded, VersionCommitted, VersionServed
 from driver.ledger import Ledger, traj_uid_of
 from driver.ledger_db import LedgerDB, LedgerError
+from driver.ledger_load import check
 from tests.driver.conftest import fields, ready, register
 
 
@@ -110,5 +111,18 @@ async def test_a_write_that_fails_stops_everything_and_says_so(tmp_path):
         db.write([])
     db.close()
     again = LedgerDB(tmp_path / "ledger.sqlite")
+    assert again.load().next_uid == 1
+    again.close()
+
+
+async def test_a_run_directory_may_have_any_name(tmp_path):
+    path = tmp_path / "50% of #1, really? yes&no=file:x" / "ledger.sqlite"
+    db = LedgerDB(path)
+    ledger = db.load()
+    db.write(ledger.apply(register(ledger)))
+    await db.durable()
+    db.close()
+    assert path.stat().st_size > 0 and check(path).samples == 1
+    again = LedgerDB(path)
     assert again.load().next_uid == 1
     again.close()

@@ -23,16 +23,18 @@ def test_L1_the_sentence_names_an_engine_that_is_away_while_others_serve_and_doe
 def test_H7_batches_that_train_nothing_raise_an_alarm_that_names_the_cause():
     batch = {"skipped": "every advantage is 0", "batch_id": 1}
     well = SimpleNamespace(failure=None)
-    quiet = SimpleNamespace(
-        prefixes=well, snapshot=well, evaluator=None, history=SimpleNamespace(recent=deque([{"skipped": None}, *[batch] * 4]))
-    )
-    assert alarms(quiet) == []
+
+    def run(batches: int, **other: object) -> SimpleNamespace:
+        history = SimpleNamespace(recent=deque([{"skipped": None}, *[batch] * batches]))
+        others = {"holds": SimpleNamespace(alarms=list), "bias": SimpleNamespace(alarms=[])}
+        parts = others | {"prefixes": well, "snapshot": well, "evaluator": None, "core": SimpleNamespace(alarms={}), "history": history}
+        return SimpleNamespace(**(parts | other))
+
+    assert alarms(run(4)) == []
     full = SimpleNamespace(failure="the snapshot of ready rows is behind: disk full")
-    assert alarms(SimpleNamespace(**(vars(quiet) | {"snapshot": full}))) == [full.failure]
-    loud = SimpleNamespace(
-        prefixes=well, snapshot=well, evaluator=None, history=SimpleNamespace(recent=deque([{"skipped": None}, *[batch] * 5]))
-    )
-    assert "last 5 batches trained nothing (every advantage is 0)" in alarms(loud)[0]
+    assert alarms(run(4, snapshot=full)) == [full.failure]
+    assert "last 5 batches trained nothing (every advantage is 0)" in alarms(run(5))[0]
+    assert alarms(run(4, core=SimpleNamespace(alarms={"filter": "everything is filtered"}))) == ["everything is filtered"]
 
 
 async def test_engines_show_our_requests_their_own_reports_with_their_age_and_how_many_got_what_they_preferred():
@@ -67,3 +69,11 @@ def test_L1_the_sentence_names_an_engine_that_is_being_replaced_whoever_waits_fo
     core.waits["trainer"] = Wait("3 of 4 samples are ready", 0.0)
     core.waits["rollout"] = Wait("all rows were sent", 0.0)
     assert sentence(run).endswith("s: 3 of 4 samples are ready; rollout: all rows were sent; engine-0 is out of use: it hangs")
+
+
+def test_H7_the_sentence_names_a_filter_that_takes_everything_whoever_waits_for_it():
+    core = SimpleNamespace(waits={"filter": Wait("the filter took the last 80 samples one after another", 0.0)})
+    run = SimpleNamespace(core=core, failure=None, state="running")
+    assert "the filter took the last 80 samples" in sentence(run)
+    core.waits["trainer"] = Wait("3 of 4 samples are ready", 0.0)
+    assert sentence(run).endswith("s: 3 of 4 samples are ready; the filter took the last 80 samples one after another")

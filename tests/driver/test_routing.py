@@ -60,6 +60,17 @@ async def test_A5_only_engines_with_verified_weights_are_workers(parts):
     assert await routing._look() is not None and not router.there
 
 
+async def test_E16_an_engine_that_is_sent_away_leaves_its_router_at_once_and_alone(parts):
+    pool, router, slots, routing = parts
+    for slot in slots:
+        pool.open(slot, Version("r", 0, 0, 1))
+    await routing._look()
+    await routing.without("http://a")
+    assert set(router.there) == {"http://b"}
+    router.fault = EngineError("infrastructure", "the router can not be reached")
+    await routing.without("http://b")  # its own loop will see to that
+
+
 async def test_a_worker_that_nobody_knows_is_named_and_left_alone(parts):
     pool, router, (first, _), routing = parts
     pool.open(first, Version("r", 0, 0, 1))

@@ -16,7 +16,9 @@ from driver.planned import plan_of
 from driver.planner import Host, PlanError
 from driver.processes import Processes
 from driver.scale import Leaving, NotScalable, Scaled, Wanted
+from rollout.answer import EngineError
 from rollout.pool import EnginePool
+from rollout.version import Version
 
 
 async def test_what_was_asked_for_holds_over_a_restart_until_the_configuration_says_another_number(tmp_path: Path) -> None:
@@ -174,3 +176,28 @@ async def test_a_run_that_has_ended_has_nothing_to_scale(fleet: Any) -> None:
     fleet.run.core.ledger.ended = "all batches trained"
     with pytest.raises(NotScalable, match="it has no processes to scale"):
         await fleet.processes.scale("rollout", 2)
+
+
+@pytest.mark.parametrize("deaf", [False, True])
+async def test_E16_an_engine_is_emptied_before_its_process_ends_and_one_that_does_not_hear_is_not_waited_for(
+    fleet: Any, deaf: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("driver.processes.LEAVE_S", 0.05)
+    await fleet.processes.scale("rollout", 2)
+    pool, order = fleet.run.pool, []
+
+    async def abort_all() -> None:
+        order.append(f"aborted, with {slot.open_requests} open")
+        if deaf:
+            raise EngineError("infrastructure", "no answer")
+        pool._return(slot)
+
+    slot = pool.register("engine-1", SimpleNamespace(url="http://1", abort_all=abort_all), 1, 4)
+    pool.open(slot, Version("run", 0, 0, 1))
+    slot._take()
+    fleet.launcher.may_end.set()
+    await fleet.processes.scale("rollout", 1)
+    while "engine-1" in fleet.launcher.processes:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    assert order == ["aborted, with 1 open"] and slot.released and slot.state == "gone"
+    assert slot.open_requests == int(deaf) and not pool.slots and not pool.absent

@@ -42,7 +42,8 @@ def test_the_openapi_names_every_call_of_the_command_line():
     paths = client().get("/openapi.json").json()["paths"]
     run = "/v1/runs/{run}"
     wanted = ["", "/datasets", "/datasets/{dataset_id}/rows", "/datasets/{dataset_id}/close", "/trajectories", "/trajectories/{traj_uid}"]
-    wanted += ["/staleness", "/queues", "/engines", "/why", "/pause", "/resume", "/drain", "/cancel", "/logs/{role}", "/batches"]
+    wanted += ["/datasets/{dataset_id}", "/datasets/{dataset_id}/solved", "/mixes"]
+    wanted += ["/staleness", "/queues", "/engines", "/why", "/pause", "/resume", "/drain", "/cancel", "/logs/{role}", "/batches", "/bias"]
     assert {run + tail for tail in wanted} <= paths.keys()
     assert {
         "/v1/runs",

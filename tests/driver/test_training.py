@@ -45,6 +45,7 @@ async def test_A2_W7_a_checkpoint_of_batches_that_the_ledger_never_knew_is_refus
         archive=nothing,
         on_running_again=nothing,
         replace=nothing,
+        holds=nothing,
     )
     with pytest.raises(CheckpointMissing, match=r"step_2 holds version 2, but the ledger knows no batch 1.*older copy"):
         await training._reconcile(2, "step_2")
@@ -73,6 +74,7 @@ async def test_A5_W1_weights_are_published_only_when_the_ledger_has_on_disk_that
         archive=nothing,
         on_running_again=nothing,
         replace=nothing,
+        holds=nothing,
     )
 
     async def snapshot(*_arguments: Any) -> Any:

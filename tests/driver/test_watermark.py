@@ -45,6 +45,15 @@ def test_V7_ready_piling_up_lowers_demand_and_a_waiting_trainer_raises_it():
     assert flooded.caps.demand_cap == 16 + 8 and flooded.binding == "demand"
 
 
+def test_V7_what_the_filter_takes_is_under_way_beside_what_the_trainer_does():
+    watermark = Watermark(32)
+    for _ in range(50):
+        watermark.observe_batch(4.0)
+        watermark.observe_trajectory(2.0)
+    assert decide(watermark, kept_share=0.5).caps.demand_cap == 2 * (16 + 64)
+    assert decide(watermark, kept_share=0.0).caps.demand_cap == 20 * (16 + 64), "and no more than so much"
+
+
 def test_L0_a_sample_larger_than_the_engines_slots_still_goes():
     assert decide(Watermark(128), kv_slots=4, in_flight=0).caps.kv_cap >= 8
 
