@@ -73,7 +73,7 @@ def test_L1_the_sentence_names_an_engine_that_is_being_replaced_whoever_waits_fo
 
 def test_H7_the_sentence_names_a_filter_that_takes_everything_whoever_waits_for_it():
     core = SimpleNamespace(waits={"filter": Wait("the filter took the last 80 samples one after another", 0.0)})
-    run = SimpleNamespace(core=core, failure=None, state="running")
+    run = SimpleNamespace(core=core, failure=None, state="running", pool=EnginePool(), processes=NOTHING_ELSE)
     assert "the filter took the last 80 samples" in sentence(run)
     core.waits["trainer"] = Wait("3 of 4 samples are ready", 0.0)
     assert sentence(run).endswith("s: 3 of 4 samples are ready; the filter took the last 80 samples one after another")
