@@ -8,7 +8,7 @@ JOBS ?= 2
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: setup sglang test-sglang demo test test-all conformance selfcheck mutants kills lint figures clean help
+.PHONY: setup sglang test-sglang demo test test-all conformance selfcheck mutants kills chaos lint figures clean help
 
 help:
 	@echo "make demo       a tiny model learns to sort digits, on this CPU, in a few minutes (SEED=0 ARGS='--set rollout.n=4')"
@@ -17,6 +17,7 @@ help:
 	@echo "make selfcheck  every layout and switch of the trainer against plain torch, with the errors measured"
 	@echo "make mutants    small breakages, one at a time, each of which a named test must notice (JOBS=2)"
 	@echo "make kills      engines killed, stopped and cut off at random while a run goes on (N=180 SEED=0; ENGINE=sglang N=20)"
+	@echo "make chaos      every process killed and stopped at every transition of the ledger, and at random (N=300 SEED=0; PART=3 alone)"
 	@echo "make sglang     a real SGLang server for this CPU, in an environment of its own   make test-sglang   its tests"
 	@echo "make lint       ruff and mypy                   make figures    the benchmarks, quickly"
 
@@ -73,6 +74,10 @@ KILLS_WITH_sglang := sglang
 kills: setup
 	N=$(or $(N),180) SEED=$(SEED) $(BIN)/python -m pytest -s -m "$(KILLS_WITH_$(ENGINE))" tests/test_engine_kills.py $(ARGS)
 
+# In parts of 25 kills, each a run of its own. What a failed part did is printed; PART= with the same N and SEED repeats it.
+chaos: setup
+	N=$(or $(N),300) SEED=$(SEED) $(if $(PART),PART=$(PART)) $(BIN)/python -m pytest -s tests/test_chaos.py $(ARGS)
+
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -85,6 +90,7 @@ figures: setup
 	$(BIN)/python -m benchmarks.client --quick
 	$(BIN)/python -m benchmarks.recovery --quick
 	$(BIN)/python -m benchmarks.push --quick
+	$(BIN)/python -m benchmarks.bound --quick
 	$(BIN)/python -m benchmarks.ledger --quick
 
 clean:

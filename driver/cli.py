@@ -21,9 +21,17 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from driver import commands_bias, commands_datasets, commands_engines, commands_evaluation, commands_runs, selfcheck
+from driver import (
+    commands_bias,
+    commands_datasets,
+    commands_engines,
+    commands_evaluation,
+    commands_roles,
+    commands_runs,
+    commands_whatif,
+    selfcheck,
+)
 from driver.commands_ledger import ledger_app
-from driver.commands_roles import add_role_commands
 from driver.config import ConfigError, load_config
 from driver.doctor import examine
 from driver.keys import keys, section_at
@@ -40,18 +48,7 @@ app.add_typer(config_app, name="config")
 selfcheck_app = typer.Typer(no_args_is_help=True, help="Does what is yours keep its contract?")
 app.add_typer(selfcheck_app, name="selfcheck")
 app.add_typer(ledger_app, name="ledger")
-for command in (
-    commands_runs.runs,
-    commands_runs.begin,
-    commands_bias.bias,
-    commands_evaluation.evaluations,
-    commands_evaluation.evaluate,
-    commands_engines.engines,
-    commands_engines.engine,
-):
-    app.command()(command)
-for of_datasets in (commands_datasets.datasets, commands_datasets.append, commands_datasets.close, commands_datasets.mix):
-    app.command()(of_datasets)
+
 
 # ---- starting and ending -------------------------------------------------------------------------------------------------
 
@@ -282,13 +279,6 @@ def ps(url: Url = None, run: RunName = None) -> None:
 
 
 @app.command()
-def why(url: Url = None, run: RunName = None) -> None:
-    """The constraint that binds now, in a sentence."""
-    service = Service(url)
-    out.print(service.call("GET", f"/v1/runs/{service.run(run)}/why")["sentence"], highlight=False)
-
-
-@app.command()
 def logs(
     role: Annotated[str, typer.Argument(help="driver, engine-0, trainer-0, reward-0 …")] = "driver",
     url: Url = None,
@@ -354,6 +344,7 @@ def config_check(config: Path, overrides: Sets = None) -> None:
     for section, names in SECRETS.items():
         dumped[section] |= {name: "(set)" for name in names if dumped[section][name]}
     out.print(yaml.safe_dump(dumped, sort_keys=False), highlight=False, end="")
+    commands_whatif.say_whatif(checked, err)
 
 
 @app.command()
@@ -387,7 +378,25 @@ def selfcheck_loss(
     raise typer.Exit(subprocess.run(argv).returncode)
 
 
-add_role_commands(app, Service, out, fail, Url, RunName, Sets)
+for command in (
+    commands_runs.runs,
+    commands_runs.begin,
+    commands_roles.plan,
+    commands_roles.scale,
+    commands_roles.streams,
+    commands_datasets.datasets,
+    commands_datasets.append,
+    commands_datasets.close,
+    commands_datasets.mix,
+    commands_evaluation.evaluations,
+    commands_evaluation.evaluate,
+    commands_bias.bias,
+    commands_engines.engines,
+    commands_engines.engine,
+    commands_whatif.whatif,
+    commands_whatif.why,
+):
+    app.command()(command)
 
 
 def main() -> None:

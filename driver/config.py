@@ -47,7 +47,12 @@ def parse_config(raw: dict[str, Any], base: Path) -> RunConfig:
         config = RunConfig.model_validate(raw)
     except ValidationError as error:
         raise ConfigError(_explain(error)) from None
-    return _check_files(config, base)
+    try:
+        return _check_files(config, base)
+    except ConfigError:
+        raise
+    except (OSError, ValueError) as error:  # a path with a NUL in it, or longer than the file system allows
+        raise ConfigError(f"a path in the configuration cannot be looked at: {str(error)[:500]}") from error
 
 
 def set_key(raw: dict[str, Any], override: str) -> None:
@@ -94,6 +99,11 @@ def _check_files(config: RunConfig, base: Path) -> RunConfig:
             rollout = rollout.model_copy(update={"sglang": located(rollout.sglang, base)})
         except ValueError as error:
             raise ConfigError(f"rollout.sglang: {error}") from None
+    if rollout.lengths_trace is not None:
+        trace = (base / rollout.lengths_trace).resolve()
+        if not trace.is_file():
+            raise ConfigError(f"rollout.lengths_trace: there is no file {trace}")
+        rollout = rollout.model_copy(update={"lengths_trace": trace})
     data = [each.model_copy(update={"path": (base / each.path).resolve()}) for each in config.data]
     if missing := next((each.path for each in data if not each.path.is_file()), None):
         raise ConfigError(f"data: there is no file {missing}")

@@ -60,14 +60,21 @@ def alarms(run: Run) -> list[str]:
     return [f"engine {one.engine_id}: {one.reason}" for one in outside if one.state == "quarantined" and one.engine_id in run.pool.absent]
 
 
+def absent(run: Run) -> dict[str, str]:
+    """For `driver/why.py`: what is to be said of each engine that has no slot."""
+    return {one.engine_id: f"is {_lasting(one, one.seconds)}" for one in _without_slot(run)}
+
+
+def _lasting(one: Unused, seconds: float) -> str:
+    lasts = f"{seconds:.0f} s" if one.limit_s is None else f"({seconds:.0f} s of {one.limit_s:.0f})"
+    return f"{one.state} {lasts}" + (f": {one.reason}" if one.reason else "")
+
+
 def _sentence(those: list[Unused]) -> str:
     first, several = those[0], len(those) > 1
     names = ", ".join(one.engine_id for one in those)
     named = names if first.engine_id.startswith("engine-") else f"engine{'s' if several else ''} {names}"
-    limit = "" if first.limit_s is None else f" of {first.limit_s:.0f}"
-    seconds = max(one.seconds for one in those)
-    lasts = f"({seconds:.0f} s{limit})" if first.limit_s is not None else f"{seconds:.0f} s"
-    return f"{named} {'are' if several else 'is'} {first.state} {lasts}" + (f": {first.reason}" if first.reason else "")
+    return f"{named} {'are' if several else 'is'} {_lasting(first, max(one.seconds for one in those))}"
 
 
 def _without_slot(run: Run) -> Iterator[Unused]:

@@ -39,6 +39,7 @@ class Outcome:
     seconds: float
     logprob_gap: float | None
     reason: str | None = None
+    attempts: int = 1
     skipped: tuple[str, ...] = ()
     """Steps that had no effect or could not be checked, each a sentence."""
 
@@ -94,7 +95,7 @@ class Pusher:
                     self.gap_max = max(gap, self.gap_max)
                     self.seconds = time.monotonic() - began
                     self._say_skipped(slot, skipped)
-                    return Outcome(slot.engine_id, True, self.seconds, gap, skipped=skipped)
+                    return Outcome(slot.engine_id, True, self.seconds, gap, attempts=attempt, skipped=skipped)
                 except (EngineError, PushRefused, TimeoutError) as error:
                     left = f"it is gone: {slot.reason}" if slot.state == "gone" else f"not done within {self._deadline_s:.0f} s"
                     reason = str(error) or left

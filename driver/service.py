@@ -21,7 +21,7 @@ from prometheus_client.core import GaugeMetricFamily
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
-from driver import engine_facts, observe, service_datasets
+from driver import engine_facts, observe, service_datasets, service_whatif, service_why
 from driver.config import ConfigError, parse_config
 from driver.datasets import DatasetError
 from driver.feed import FeedError
@@ -33,6 +33,7 @@ from driver.service_evaluation import add_evaluation_routes
 from driver.service_limits import add_routes as add_limit_routes
 from driver.service_roles import add_role_routes
 from driver.service_runs import add_routes as add_run_routes
+from driver.service_schema import REFUSALS
 from driver.settings import SECRETS
 from rollout.address import NotAllowed
 
@@ -62,7 +63,7 @@ class _Metrics:
 def create_app(fleet: Runs, *, token: str | None, loopback: bool, shutdown: Callable[[], None]) -> FastAPI:
     """The app over these runs. `shutdown` asks the process to end in order."""
     runs = fleet.runs
-    app = FastAPI(title="Headrace", version="0.1.0", summary="Asynchronous reinforcement learning of language models")
+    app = FastAPI(title="Headrace", version="0.1.0", summary="Asynchronous reinforcement learning of language models", responses=REFUSALS)
     registry = CollectorRegistry()
     registry.register(_Metrics(runs))
 
@@ -84,8 +85,7 @@ def create_app(fleet: Runs, *, token: str | None, loopback: bool, shutdown: Call
                 return _error(
                     401, "send the service's token: curl as Authorization: Bearer TOKEN, the command line takes it from HEADRACE_TOKEN"
                 )
-        origin = request.headers.get("origin")
-        if origin is not None and urlsplit(origin).netloc != request.headers.get("host"):
+        if not _same_site(request.headers.get("origin"), request.headers.get("host")):
             return _error(403, "a page of another site may not use this service")  # a browser on this machine reaches loopback too
         return await call_next(request)
 
@@ -264,10 +264,20 @@ def create_app(fleet: Runs, *, token: str | None, loopback: bool, shutdown: Call
         text = await asyncio.to_thread((run.log_directory / f"{role}.log").read_text, "utf-8", "replace")
         return PlainTextResponse("\n".join(text.splitlines()[-lines:]) + "\n")
 
+    service_why.add_routes(app, runs, run_of)
+    service_whatif.add_routes(app, runs, run_of)
     service_datasets.add_routes(app, run_of)
     add_bias_routes(app, RunDep)
     add_limit_routes(app, RunDep)
     return app
+
+
+def _same_site(origin: str | None, host: str | None) -> bool:
+    """Of a call without an origin nothing is known: browsers send one."""
+    try:
+        return origin is None or urlsplit(origin).netloc == host
+    except ValueError:  # no URL at all
+        return False
 
 
 def _error(status: int, message: str, **more: Any) -> JSONResponse:

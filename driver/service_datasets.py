@@ -28,6 +28,17 @@ class PathSubmit(BaseModel):
     path: str
 
 
+ROWS_BODY = {
+    "requestBody": {
+        "content": {
+            "application/octet-stream": {"schema": {"type": "string", "format": "binary"}},
+            "application/json": {"schema": PathSubmit.model_json_schema()},
+        }
+    }
+}
+"""The routes read it as a stream, so FastAPI does not see it."""
+
+
 class Submitted(BaseModel):
     dataset_id: str
     rows_added: int
@@ -94,7 +105,7 @@ def add_routes(app: FastAPI, run_of: Callable[[str], Run]) -> None:
         segment, row_index, pass_index = map(int, after.split(".")) if after else (-1, -1, -1)
         return observe_data.skipped(run, dataset_id, (segment, row_index, pass_index), limit)
 
-    @app.post("/v1/runs/{run}/datasets", tags=["datasets"], status_code=201)
+    @app.post("/v1/runs/{run}/datasets", tags=["datasets"], status_code=201, openapi_extra=ROWS_BODY)
     async def submit(
         request: Request,
         run: RunDep,
@@ -114,7 +125,7 @@ def add_routes(app: FastAPI, run_of: Callable[[str], Run]) -> None:
         share = Change(weight, priority, passes, epochs is not None)
         return await _submit(request, run, None, name, close, mapping, idempotency_key, share)
 
-    @app.post("/v1/runs/{run}/datasets/{dataset_id}/rows", tags=["datasets"], status_code=201)
+    @app.post("/v1/runs/{run}/datasets/{dataset_id}/rows", tags=["datasets"], status_code=201, openapi_extra=ROWS_BODY)
     async def append(
         request: Request,
         run: RunDep,

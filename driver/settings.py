@@ -91,6 +91,9 @@ class RolloutConfig(_Section):
     loads_interval_s: float = Field(1.0, gt=0, le=60, description="each engine is asked this often how loaded it is, and seen to move")
     infrastructure_retries: int = Field(20, ge=0, description="a request lost to a dead engine is sent again this often")
     data_retries: int = Field(1, ge=0, description="a prompt or a score that fails by itself is tried again this often")
+    lengths_trace: Path | None = Field(
+        None, description="lengths of answers (CSV, output_tokens) for the what-if model, until the run has seen its own"
+    )
     engine_args: list[str] = Field([], description="further flags for the engine's command line")
     threads: int = Field(1, ge=1)
 

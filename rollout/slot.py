@@ -40,6 +40,8 @@ class EngineSlot:
         self.capacity = capacity
         self.state: State = "starting"
         self.reason = "registered, not verified yet"
+        self.since_s = monotonic()  # in this state, by the pool's clock
+        self._idle_since_s: float | None = self.since_s
         self.verified: Version | None = None
         self.was_open = False  # some push of this life was verified
         self.weights_sent = False
@@ -59,7 +61,6 @@ class EngineSlot:
         self._empty = asyncio.Event()
         self._empty.set()
         self._monotonic = monotonic
-        self._state_since_s = monotonic()
         self._busy = Stopwatch(monotonic)
         self._shut = Stopwatch(monotonic)
         self._silent = Stopwatch(monotonic)
@@ -72,10 +73,6 @@ class EngineSlot:
         """Seconds that pass only while the gate is not shut: what a request's progress is measured by."""
         return self._monotonic() - self._shut.elapsed_s()
 
-    def state_s(self) -> float:
-        """For how long it has been in its state."""
-        return self._monotonic() - self._state_since_s
-
     def busy_s(self) -> float:
         """For how long, in all, at least one request was open."""
         return self._busy.elapsed_s()
@@ -84,6 +81,14 @@ class EngineSlot:
         """For how long, with requests open and the gate not shut, the engine has said nothing. Time without requests does not count, and
         does not wipe it out either: a request that gave up proves nothing in the engine's favour."""
         return self._silent.elapsed_s()
+
+    def state_s(self) -> float:
+        """For how long it is in its state."""
+        return self._monotonic() - self.since_s
+
+    def idle_s(self) -> float:
+        """For how long it has had no request; 0 while it has one."""
+        return 0.0 if self._idle_since_s is None else self._monotonic() - self._idle_since_s
 
     def heard(self) -> None:
         """A token or an answer came from the engine, to whichever request."""
@@ -144,12 +149,14 @@ class EngineSlot:
         self.open_requests += 1
         self.served_requests += 1
         self._most_open = max(self._most_open, self.open_requests)
+        self._idle_since_s = None
         self._empty.clear()
         self._run_clocks()
 
     def _give_back(self) -> None:
         self.open_requests -= 1
         if not self.open_requests:
+            self._idle_since_s = self._monotonic()
             self._empty.set()
         self._run_clocks()
 
@@ -159,10 +166,9 @@ class EngineSlot:
             raise EngineError("infrastructure", f"engine {self.engine_id}, incarnation {self.incarnation}, is gone: {self.reason}")
         if state not in NEXT_STATES[self.state]:
             raise ValueError(f"engine {self.engine_id} cannot go from {self.state} ({self.reason}) to {state} ({reason})")
-        if state != self.state:
-            self._state_since_s = self._monotonic()
         self.state = state
         self.reason = reason
+        self.since_s = self._monotonic()
         self._run_clocks()
         if state == "gone":
             for limit in self._limits:

@@ -90,6 +90,7 @@ class EmbeddedStore:
         os.ftruncate(handle, 0)
         os.pwrite(handle, str(os.getpid()).encode(), 0)
         self._owner = handle
+        self._account.owned = True
 
     @property
     def location(self) -> str:

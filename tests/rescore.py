@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from driver.archive import FinishedTrajectory, read_trajectories
+from trainer import checkpoints
 
 BATCH_ROWS = 256
 disable_progress_bar()
@@ -29,23 +30,27 @@ class Rescored:
     gap_max: float = 0.0
     told_apart: int = 0  # spans whose tokens the version before, or after, would have scored otherwise by more than the tolerance
     spans: int = 0
+    not_kept: int = 0  # spans whose weights were lost with their trainer before they were saved, and made anew in a later epoch
     wrong: list[str] = field(default_factory=list)
 
 
 def rescore(run_dir: Path, base: Path, tolerance: float = 1e-3, temperature: float = 1.0) -> Rescored:
-    """Of all trained rows of epoch 0. `wrong` names each row with a token that is not of the version it names."""
+    """Of all trained rows. `wrong` names each row with a token that is not of the version it names.
+
+    A version that was made anew in a later epoch is other weights under the same number: what was sampled with the first is left out.
+    """
     rows = [row for row in read_trajectories(run_dir / "archive") if row.outcome == "trained"]
     wanted: dict[int, list[int]] = defaultdict(list)  # version → rows it is asked about, its own and its neighbours'
     for number, row in enumerate(rows):
-        for epoch, version, _, _ in row.version_spans:
-            assert epoch == 0, "the learner was never restarted"
+        for _, version, _, _ in row.version_spans:
             for other in (version - 1, version, version + 1):
                 wanted[other].append(number)
     found = Rescored(rows=len(rows), rows_of_several_versions=sum(len(row.version_spans) > 1 for row in rows))
     gaps: dict[tuple[int, int], np.ndarray] = {}
+    made_in = {kept.trained_version: kept.meta.epoch for kept in checkpoints.whole(run_dir / "checkpoints")}  # version → epoch
     for version, numbers in sorted(wanted.items()):
         directory = base if version == 0 else run_dir / "checkpoints" / f"step_{version:08d}" / "hf"
-        if not (directory / "config.json").exists():
+        if version and version not in made_in:
             assert not any(span[1] == version for n in numbers for span in rows[n].version_spans), f"no weights of version {version}"
             continue
         unique = sorted(set(numbers))
@@ -54,11 +59,14 @@ def rescore(run_dir: Path, base: Path, tolerance: float = 1e-3, temperature: flo
     for number, row in enumerate(rows):
         mask = np.asarray(row.response_mask, dtype=bool)
         covered = np.zeros_like(mask)
-        for _, version, start, end in row.version_spans:
+        for epoch, version, start, end in row.version_spans:
             inside = np.zeros_like(mask)
             inside[start:end] = mask[start:end]
             covered |= inside
             if not inside.any():
+                continue
+            if epoch < made_in.get(version, 0):
+                found.not_kept += 1
                 continue
             gap = float(gaps[version, number][inside].max())
             found.gap_max = max(found.gap_max, gap)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -22,17 +23,19 @@ DATA = ROOT / "examples/sort_digits/data.jsonl"
 class ServiceUnderTest:
     """One run directory; `up` may be called again after an end, as a user would."""
 
-    def __init__(self, directory: Path, *settings: str) -> None:
+    def __init__(self, directory: Path, *settings: str, module: str = "driver.cli", environment: dict[str, str] | None = None) -> None:
         self.directory = directory
         self.settings = settings
+        self._module = module
+        self._environment = {**os.environ, **(environment or {})}
         self.process: subprocess.Popen[bytes] | None = None
         self.http = httpx.Client(timeout=30.0, trust_env=False)
 
     def up(self, *more: str) -> None:
         settings = [f"run_dir={self.directory}", f"store.directory={self.store}", "service.port=0", *self.settings, *more]
-        argv = [sys.executable, "-P", "-m", "driver.cli", "up", str(CONFIG), "--quiet"]
+        argv = [sys.executable, "-P", "-m", self._module, "up", str(CONFIG), "--quiet"]
         flags = [part for setting in settings for part in ("--set", setting)]
-        self.process = subprocess.Popen([*argv, *flags], stderr=subprocess.PIPE, cwd=self.directory.parent)
+        self.process = subprocess.Popen([*argv, *flags], stderr=subprocess.PIPE, cwd=self.directory.parent, env=self._environment)
         path = self.directory / "service.json"
         until = time.monotonic() + 60
         while not path.exists() or json.loads(path.read_text())["pid"] != self.process.pid:

@@ -165,6 +165,7 @@ def check(tmp_path: Path, spec: SglangSpec | None, kills: int, start_s: float, s
         f"largest gap {found.gap_max:.1e}; {found.told_apart} spans where the neighbouring version would have been noticed"
     )
     assert found.wrong == [], found.wrong[:10]
+    assert found.not_kept == 0, "the learner was never restarted"
     assert found.told_apart > found.spans // 4, "the versions are too alike for this to mean something"
 
 

@@ -146,7 +146,7 @@ async def test_an_error_after_the_headers_is_told_by_its_code(server, client, ma
     assert (error.kind, error.prefix.output_ids) == (kind, [5])
 
 
-async def test_E14_an_engine_that_makes_no_tokens_is_given_up_after_stall_s_with_the_prefix(server, client, make_chunk):
+async def test_E14_H4_an_engine_that_makes_no_tokens_is_given_up_after_stall_s_with_the_prefix(server, client, make_chunk):
     server.stream(make_chunk([5]), 30.0)
     started = time.monotonic()
     error = await failure(client, stall_s=0.2)

@@ -245,3 +245,82 @@ def test_a_reader_forked_from_another_holds_its_lease_alone(store: EmbeddedStore
     assert store.stats().used_bytes == 0
     for handle in (*hold, *told):
         os.close(handle)
+
+
+# Stops itself with the account's lock held.
+STOPPED = """
+import os, signal, sys
+from pathlib import Path
+import numpy as np
+from store.account import Account
+from store import EmbeddedStore
+read = Account._read
+def stop(*facts):
+    print("there", flush=True)
+    os.kill(os.getpid(), signal.SIGSTOP)
+    return read(*facts)
+store = EmbeddedStore(Path(sys.argv[1]))
+Account._read = stop
+store.put("k", {"a": np.ones(1000)})
+print("put", flush=True)
+"""
+
+
+def test_L2_a_child_that_is_stopped_with_the_lock_held_is_ended_by_the_owner_and_nothing_is_lost(
+    store: EmbeddedStore, spawn: Spawn
+) -> None:
+    store.claim()
+    ref = store.put("before", {"a": np.ones(1000)})
+    child = spawn(STOPPED, str(store.location.removeprefix("tmpfs:")))
+    assert say_line(child) == "there"
+    assert store.stats().used_bytes == ref.size_bytes, "the lock is had, and what was being put is not there"
+    assert child.wait(10) == -signal.SIGKILL
+
+
+def test_L2_who_is_not_the_owner_ends_nobody_and_says_what_holds_it_up(store: EmbeddedStore, spawn: Spawn) -> None:
+    child = spawn(STOPPED, str(store.location.removeprefix("tmpfs:")))
+    assert say_line(child) == "there"
+    store._account._deadline_s = 2.5
+    with pytest.raises(Unavailable, match="is one of them stopped"):
+        store.stats()
+    os.kill(child.pid, signal.SIGCONT)
+    assert say_line(child) == "put" and store.stats().objects == 1
+
+
+# The parent stops itself with the lock held; its child, who wants it, waits for as long as that lasts.
+STOPPED_PARENT = """
+import os, signal, sys, time
+from pathlib import Path
+import numpy as np
+from store.account import Account
+from store import EmbeddedStore
+store = EmbeddedStore(Path(sys.argv[1]))
+store.claim()
+ready, go = os.pipe()
+pid = os.fork()
+if pid == 0:
+    other = EmbeddedStore(Path(sys.argv[1]))
+    other._account._deadline_s = 1.5
+    os.read(ready, 1)
+    other.put("k", {"a": np.ones(1000)})
+    os._exit(0)
+read = Account._read
+def stop(*facts):
+    Account._read = read
+    os.write(go, b"!")
+    print("there", flush=True)
+    os.kill(os.getpid(), signal.SIGSTOP)
+    return read(*facts)
+Account._read = stop
+store.stats()
+print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+"""
+
+
+def test_L2_everybody_waits_for_an_owner_that_is_stopped(store: EmbeddedStore, spawn: Spawn) -> None:
+    owner = spawn(STOPPED_PARENT, str(store.location.removeprefix("tmpfs:")))
+    assert say_line(owner) == "there"
+    time.sleep(3.5)  # longer than the child's own deadline
+    os.kill(owner.pid, signal.SIGCONT)
+    assert say_line(owner) == "0", "the child put its object once the owner went on"
+    assert store.stats().objects == 1
