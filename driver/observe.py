@@ -7,19 +7,17 @@ from __future__ import annotations
 
 import itertools
 import time
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from driver import observe_data
+from driver import engine_facts, observe_data
 from driver.ledger import CONSUMED, DISCARDED, EVALUATED, EVALUATION, FINISHED, READY, RUNNING, TRAINED, Trajectory, traj_uid_of
 from driver.why import Engine, Facts, Missing, Straggler, Waiting, explain, sentence
 
 if TYPE_CHECKING:
     from driver.evaluation import Evaluator
     from driver.run import Run
-    from rollout.slot import EngineSlot
 
 PAGE_ROWS = 100
 ALARM_SKIPPED_BATCHES = 5
@@ -62,7 +60,8 @@ def status(run: Run) -> dict[str, Any]:
         "tokens_resampled": run.dispatch.turns.tokens_resampled,
         "snapshot": run.snapshot.facts(),
         "evaluation": None if run.evaluator is None else _last_evaluation(run.evaluator),
-        "alarms": alarms(run),
+        "alarms": [*alarms(run), *engine_facts.alarms(run)],
+        "engines_out_of_use": engine_facts.out_of_use(run),
         "why": why(run)["waits"],
     }
 
@@ -174,39 +173,6 @@ def queues(run: Run) -> dict[str, Any]:
     }
 
 
-def engines(run: Run) -> list[dict[str, Any]]:
-    return [
-        {
-            "engine_id": slot.engine_id,
-            "url": slot.url,
-            "incarnation": slot.incarnation,
-            "state": slot.state,
-            "reason": slot.reason,
-            "version": None if slot.verified is None else str(slot.verified),
-            "open_requests": slot.open_requests,
-            "capacity": slot.capacity,
-            "served_requests": slot.served_requests,
-            "preferred_share": slot.preferred_requests / slot.preferring_requests if slot.preferring_requests else None,
-            "silent_s": round(slot.silent_s(), 3),
-            "first_token_age_s": slot.first_token_age_s(),
-            "load": _load(slot),
-            "busy_s": round(slot.busy_s(), 3),
-            "capabilities": None if slot.capabilities is None else asdict(slot.capabilities),
-            "push_skipped": list(run.pusher.skipped.get(slot.engine_id, ())),
-        }
-        for slot in run.pool.slots.values()
-    ]
-
-
-def _load(slot: EngineSlot) -> dict[str, Any] | None:
-    """What the engine last said of itself, and how old that is; `foreign` are the requests that are not ours."""
-    load, age_s = slot.load, slot.load_age_s()
-    if load is None or age_s is None:
-        return None
-    reported = {"running": load.running, "waiting": load.waiting, "foreign": load.foreign, "kv_use": load.kv_use}
-    return reported | {"max_running": load.max_running, "max_total_tokens": load.max_total_tokens, "age_s": round(age_s, 3)}
-
-
 def why(run: Run) -> dict[str, Any]:
     """For each side that waits, the constraint that binds, since when, in a sentence."""
     facts = why_facts(run)
@@ -249,7 +215,7 @@ def why_facts(run: Run) -> Facts:
             Engine(slot.engine_id, slot.state, slot.reason, slot.state_s(), slot.open_requests, slot.idle_s())
             for slot in run.pool.slots.values()
         ),
-        absent=dict(run.pool.absent),
+        absent=engine_facts.absent(run),
         push=run.publisher.why,
     )
 

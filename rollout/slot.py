@@ -43,6 +43,9 @@ class EngineSlot:
         self.since_s = monotonic()  # in this state, by the pool's clock
         self._idle_since_s: float | None = self.since_s
         self.verified: Version | None = None
+        self.was_open = False  # some push of this life was verified
+        self.weights_sent = False
+        self.push_error: Exception | None = None  # of the last push that failed
         self.capabilities: Capabilities | None = None  # None where nobody asked
         self.pid: int | None = None  # of its first process; None where another started it
         self.load: Load | None = None  # its last report

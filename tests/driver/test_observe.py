@@ -5,12 +5,25 @@ from types import SimpleNamespace
 
 from driver.config import load_config
 from driver.core import Core
+from driver.engine_facts import Unused, absent, engines
 from driver.ledger import Ledger
 from driver.ledger_db import LedgerDB
 from driver.lost_time import LostTime
-from driver.observe import alarms, engines, why_history
+from driver.observe import alarms, why_history
+from driver.why import Facts, Waiting, sentence
 from rollout.pool import EnginePool
 from rollout.version import Version
+
+NOTHING_ELSE = SimpleNamespace(outside=SimpleNamespace(engines={}, unused=lambda: []), unused_engines=lambda: [])
+
+
+def test_L1_the_sentence_names_an_engine_that_is_away_while_others_serve_and_does_not_say_the_same_twice():
+    away = Unused("10.0.0.5:1", "http://10.0.0.5:1", 0, "away", "connection refused", 12.2)
+    processes = SimpleNamespace(outside=SimpleNamespace(engines={}, unused=lambda: [away]), unused_engines=lambda: [])
+    facts = Facts(absent=absent(SimpleNamespace(pool=EnginePool(), processes=processes)))
+    assert sentence(facts) == "10.0.0.5:1 is away 12 s: connection refused"
+    wait = Waiting("rollout", "engines", "no engine is registered; 10.0.0.5:1: connection refused", 1.0, 1.0)
+    assert sentence(Facts(waits=(wait,), absent=facts.absent)).count("connection refused") == 1
 
 
 def test_H7_batches_that_train_nothing_raise_an_alarm_that_names_the_cause():
@@ -41,7 +54,7 @@ async def test_engines_show_our_requests_their_own_reports_with_their_age_and_ho
     slot.reported({"loads": [rank | {"max_running_requests": 8, "token_usage": 0.25}]}, 3.0)
     async with pool.acquire(1.0, "test", prefer=slot), pool.acquire(1.0, "test", prefer=slot):
         clock.now += 2.5
-        shown, other = engines(SimpleNamespace(pool=pool, pusher=SimpleNamespace(skipped={})))
+        shown, other = engines(SimpleNamespace(pool=pool, pusher=SimpleNamespace(skipped={}), processes=NOTHING_ELSE))
     assert shown["load"] == {
         "running": 6,
         "waiting": 2,

@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import socket
 import time
 
 import orjson
@@ -327,3 +328,12 @@ async def test_with_both_keys_an_engine_is_asked_for_its_load_with_the_api_key(s
         await client.pause("retract")
     assert [headers["authorization"] for headers in server.headers] == ["Bearer api", "Bearer admin"]
     assert server.calls[0][0] == "/v1/loads"
+
+
+async def test_a_port_where_nothing_listens_is_said_in_words():
+    with socket.socket() as unused:  # bound, and nobody listens
+        unused.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{unused.getsockname()[1]}"
+        async with make_http() as http:
+            with pytest.raises(EngineError, match=f"^connection refused: nothing listens at {url}$"):
+                await EngineClient(url, http).says_version(deadline_s=5.0)
