@@ -11,7 +11,7 @@ export TOKENIZERS_PARALLELISM ?= false
 .PHONY: setup sglang test-sglang demo test test-all conformance selfcheck mutants kills chaos lint figures clean help
 
 help:
-	@echo "make demo       a tiny model learns to sort digits, on this CPU, in a few minutes (SEED=0)"
+	@echo "make demo       a tiny model learns to sort digits, on this CPU, in a few minutes (SEED=0 ARGS='--set rollout.n=4')"
 	@echo "make test       the tests that run in CI        make test-all   the slow ones too"
 	@echo "make conformance  one set of tests over the embedded engine, or with ENGINE=sglang over a real SGLang server"
 	@echo "make selfcheck  every layout and switch of the trainer against plain torch, with the errors measured"
@@ -36,7 +36,7 @@ sglang: $(SGLANG_VENV)/.ready
 # The pins of SGLang and those of the trainer do not meet, so it lives apart. Torch and triton are most of the 2.6 GB.
 $(SGLANG_VENV)/.ready: rollout/sglang/requirements.txt rollout/sglang/requirements-nodeps.txt
 	@test -n "$(PYTHON)" || { echo "Headrace needs Python 3.11 or newer; install it, or say where: make PYTHON=/path/to/python3.11"; exit 1; }
-	@echo "installing SGLang into $(SGLANG_VENV): 2.6 GB, one to five minutes, started at $$(date +%T)"
+	@echo "installing SGLang into $(SGLANG_VENV): 2.6 GB, one to ten minutes, started at $$(date +%T)"
 	$(PYTHON) -m venv $(SGLANG_VENV)
 	$(SGLANG_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r rollout/sglang/requirements.txt
 	$(SGLANG_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r rollout/sglang/requirements-nodeps.txt
@@ -46,7 +46,7 @@ $(SGLANG_VENV)/.ready: rollout/sglang/requirements.txt rollout/sglang/requiremen
 	@touch $@
 
 demo: setup
-	$(BIN)/python -P examples/sort_digits/demo.py --seed $(SEED)
+	$(BIN)/python -P examples/sort_digits/demo.py --seed $(SEED) $(ARGS)
 
 test: setup
 	$(BIN)/python -m pytest -m "not slow" $(ARGS)
@@ -90,6 +90,7 @@ figures: setup
 	$(BIN)/python -m benchmarks.client --quick
 	$(BIN)/python -m benchmarks.recovery --quick
 	$(BIN)/python -m benchmarks.push --quick
+	$(BIN)/python -m benchmarks.bound --quick
 	$(BIN)/python -m benchmarks.ledger --quick
 
 clean:

@@ -64,6 +64,7 @@ class Choice:
     uids: tuple[int, ...] | None
     reason: str = ""
     blocking_uid: int | None = None
+    kind: str = "samples"  # held: P are ready, and taking them would make an older one miss its deadline
 
 
 def choose(candidates: Iterable[Candidate], next_batch: int, samples_per_batch: int, *, short_allowed: bool = False) -> Choice:
@@ -97,6 +98,7 @@ def choose(candidates: Iterable[Candidate], next_batch: int, samples_per_batch: 
             None,
             f"batch {next_batch} is held for sample {straggler.uid}, which must be trained by batch {straggler.deadline_batch}",
             straggler.uid,
+            "held",
         )
     assert all(c.deadline_batch >= next_batch for c in taken), "A3: a sample outlived its deadline"
     return Choice(tuple(c.uid for c in taken))

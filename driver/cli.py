@@ -21,31 +21,34 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from driver import commands_bias, commands_datasets, commands_evaluation, commands_runs, selfcheck
+from driver import (
+    commands_bias,
+    commands_datasets,
+    commands_engines,
+    commands_evaluation,
+    commands_roles,
+    commands_runs,
+    commands_whatif,
+    selfcheck,
+)
 from driver.commands_ledger import ledger_app
-from driver.commands_roles import add_role_commands
 from driver.config import ConfigError, load_config
 from driver.doctor import examine
 from driver.keys import keys, section_at
 from driver.settings import SECRETS, RunConfig
 from driver.terminal import RunName, Service, Sets, Url, err, fail, out
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="Asynchronous reinforcement learning of language models.")
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    help="Asynchronous reinforcement learning of language models. A service with a token: put it into HEADRACE_TOKEN.",
+)
 config_app = typer.Typer(no_args_is_help=True, help="Look at configuration files.")
 app.add_typer(config_app, name="config")
 selfcheck_app = typer.Typer(no_args_is_help=True, help="Does what is yours keep its contract?")
 app.add_typer(selfcheck_app, name="selfcheck")
 app.add_typer(ledger_app, name="ledger")
-for command in (
-    commands_runs.runs,
-    commands_runs.begin,
-    commands_bias.bias,
-    commands_evaluation.evaluations,
-    commands_evaluation.evaluate,
-):
-    app.command()(command)
-for of_datasets in (commands_datasets.datasets, commands_datasets.append, commands_datasets.close, commands_datasets.mix):
-    app.command()(of_datasets)
+
 
 # ---- starting and ending -------------------------------------------------------------------------------------------------
 
@@ -220,6 +223,9 @@ def status(
         table.add_row("found at start", ", ".join(f"{name} {count}" for name, count in facts["found_at_start"].items() if count))
     for alarm in facts["alarms"]:
         table.add_row("[red]alarm[/red]", alarm)
+    for words in facts["engines_out_of_use"]:
+        if not any(alarm.partition(": ")[2] in words for alarm in facts["alarms"]):  # said already
+            table.add_row("[yellow]engines[/yellow]", escape(words))
     for side, wait in facts["why"].items():
         table.add_row(f"{side} waits", f"{wait['seconds']:.1f} s: {wait['reason']}")
     out.print(table)
@@ -248,7 +254,7 @@ def list_trajectories(
     page = service.call("GET", f"/v1/runs/{service.run(run)}/trajectories", params=params)
     table = Table(box=None)
     for column in ("traj_uid", "state", "outcome", "reward", "version_tag", "batch_id", "attempts", "reason"):
-        table.add_column(column)
+        table.add_column(column, no_wrap=column == "traj_uid", min_width=len("s0000000000000012t0003") if column == "traj_uid" else None)
     for item in page["items"]:
         table.add_row(*("" if item[c.header] is None else str(item[c.header]) for c in table.columns))
     out.print(table)
@@ -260,20 +266,16 @@ def list_trajectories(
 def ps(url: Url = None, run: RunName = None) -> None:
     """The processes of a run."""
     service = Service(url)
+    name = service.run(run)
     table = Table(box=None)
     columns = ("role", "index", "state", "incarnation", "pid", "children", "url")
     for column in columns:
         table.add_column(column)
-    for process in service.call("GET", f"/v1/runs/{service.run(run)}/processes"):
+    for process in service.call("GET", f"/v1/runs/{name}/processes"):
         table.add_row(*(" ".join(map(str, v)) if isinstance(v := process[c], list) else str(v) for c in columns))
     out.print(table)
-
-
-@app.command()
-def why(url: Url = None, run: RunName = None) -> None:
-    """The constraint that binds now, in a sentence."""
-    service = Service(url)
-    out.print(service.call("GET", f"/v1/runs/{service.run(run)}/why")["sentence"], highlight=False)
+    for words in service.call("GET", f"/v1/runs/{name}")["engines_out_of_use"]:
+        out.print(words, highlight=False, markup=False, soft_wrap=True)
 
 
 @app.command()
@@ -342,6 +344,7 @@ def config_check(config: Path, overrides: Sets = None) -> None:
     for section, names in SECRETS.items():
         dumped[section] |= {name: "(set)" for name in names if dumped[section][name]}
     out.print(yaml.safe_dump(dumped, sort_keys=False), highlight=False, end="")
+    commands_whatif.say_whatif(checked, err)
 
 
 @app.command()
@@ -375,7 +378,25 @@ def selfcheck_loss(
     raise typer.Exit(subprocess.run(argv).returncode)
 
 
-add_role_commands(app, Service, out, fail, Url, RunName, Sets)
+for command in (
+    commands_runs.runs,
+    commands_runs.begin,
+    commands_roles.plan,
+    commands_roles.scale,
+    commands_roles.streams,
+    commands_datasets.datasets,
+    commands_datasets.append,
+    commands_datasets.close,
+    commands_datasets.mix,
+    commands_evaluation.evaluations,
+    commands_evaluation.evaluate,
+    commands_bias.bias,
+    commands_engines.engines,
+    commands_engines.engine,
+    commands_whatif.whatif,
+    commands_whatif.why,
+):
+    app.command()(command)
 
 
 def main() -> None:

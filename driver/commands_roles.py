@@ -2,56 +2,53 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from driver.config import ConfigError, load_config
+from driver.terminal import RunName, Service, Sets, Url, fail, out
 
 if TYPE_CHECKING:
     from driver.planner import Plan
 
 
-def add_role_commands(app: typer.Typer, service: Any, out: Console, fail: Any, url: Any, run_name: Any, sets: Any) -> None:
-    """`service` makes a client of the address it is given; `url`, `run_name` and `sets` are the options all commands share."""
+def scale(
+    role: Annotated[str, typer.Argument(help="rollout, reward, or a role of your own")],
+    count: Annotated[int, typer.Argument(min=0, help="how many from now on")],
+    url: Url = None,
+    run: RunName = None,
+) -> None:
+    """More or fewer instances of a role while the run goes on; nothing in flight is lost. It holds over restarts."""
+    client = Service(url)
+    reply = client.call("POST", f"/v1/runs/{client.run(run)}/scale", json={"role": role, "count": count})
+    out.print(reply["words"], highlight=False, soft_wrap=True)
 
-    @app.command()
-    def scale(
-        role: Annotated[str, typer.Argument(help="rollout, reward, or a role of your own")],
-        count: Annotated[int, typer.Argument(min=0, help="how many from now on")],
-        url: url = None,
-        run: run_name = None,
-    ) -> None:
-        """More or fewer instances of a role while the run goes on; nothing in flight is lost. It holds over restarts."""
-        client = service(url)
-        reply = client.call("POST", f"/v1/runs/{client.run(run)}/scale", json={"role": role, "count": count})
-        out.print(reply["words"], highlight=False, soft_wrap=True)
 
-    @app.command()
-    def streams(url: url = None, run: run_name = None) -> None:
-        """The streams of a run: who writes, who reads, what waits."""
-        client = service(url)
-        table = Table("stream", "kind", "from", "to", "waiting", "newest", box=None)
-        for one in client.call("GET", f"/v1/runs/{client.run(run)}/streams"):
-            readers = one.get("readers", {})
-            waiting = " ".join(f"{name} {reader['waiting']}" for name, reader in readers.items())
-            newest = json.dumps(one["value"]) if one.get("value") is not None else ""
-            table.add_row(one["stream"], one["kind"], one["publisher"], " ".join(one["subscribers"]), waiting, newest)
-        out.print(table, highlight=False)
+def streams(url: Url = None, run: RunName = None) -> None:
+    """The streams of a run: who writes, who reads, what waits."""
+    client = Service(url)
+    table = Table("stream", "kind", "from", "to", "waiting", "newest", box=None)
+    for one in client.call("GET", f"/v1/runs/{client.run(run)}/streams"):
+        readers = one.get("readers", {})
+        waiting = " ".join(f"{name} {reader['waiting']}" for name, reader in readers.items())
+        newest = json.dumps(one["value"]) if one.get("value") is not None else ""
+        table.add_row(one["stream"], one["kind"], one["publisher"], " ".join(one["subscribers"]), waiting, newest)
+    out.print(table, highlight=False)
 
-    @app.command()
-    def plan(config: Annotated[Path, typer.Argument(help="the run's YAML")], overrides: sets = None) -> None:
-        """What a configuration would start and where: roles, streams, placement, warnings. Nothing is started. Status 2: it can not be."""
-        from driver.planned import plan_of
-        from driver.planner import PlanError
 
-        try:
-            made = plan_of(load_config(config, overrides))
-        except (ConfigError, PlanError) as error:
-            fail(str(error), 2)
-        show(made, out)
+def plan(config: Annotated[Path, typer.Argument(help="the run's YAML")], overrides: Sets = None) -> None:
+    """What a configuration would start and where: roles, streams, placement, warnings. Nothing is started. Status 2: it can not be."""
+    from driver.planned import plan_of
+    from driver.planner import PlanError
+
+    try:
+        made = plan_of(load_config(config, overrides))
+    except (ConfigError, PlanError) as error:
+        fail(str(error), 2)
+    show(made, out)
 
 
 def show(plan: "Plan", out: Console) -> None:

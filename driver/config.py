@@ -99,6 +99,11 @@ def _check_files(config: RunConfig, base: Path) -> RunConfig:
             rollout = rollout.model_copy(update={"sglang": located(rollout.sglang, base)})
         except ValueError as error:
             raise ConfigError(f"rollout.sglang: {error}") from None
+    if rollout.lengths_trace is not None:
+        trace = (base / rollout.lengths_trace).resolve()
+        if not trace.is_file():
+            raise ConfigError(f"rollout.lengths_trace: there is no file {trace}")
+        rollout = rollout.model_copy(update={"lengths_trace": trace})
     data = [each.model_copy(update={"path": (base / each.path).resolve()}) for each in config.data]
     if missing := next((each.path for each in data if not each.path.is_file()), None):
         raise ConfigError(f"data: there is no file {missing}")

@@ -19,6 +19,8 @@ from driver.feed import Feed
 from driver.ledger import Ledger, Sample
 from driver.ledger_db import LedgerDB
 from driver.limits import Limits, load_limits, save_limits
+from driver.lost_time import LostTime
+from driver.measured import Measured
 from driver.settings import RunConfig
 from store import Store
 
@@ -27,10 +29,17 @@ log = logging.getLogger("headrace.core")
 
 @dataclass(frozen=True)
 class Wait:
-    """Why a side waits: a sentence, and since when (monotonic seconds)."""
+    """Why a side waits: a sentence and what kind of reason it is; since when for this reason, and since when at all (monotonic seconds)."""
 
     reason: str
     since: float
+    kind: str = "other"
+    idle_since: float | None = None
+
+    @property
+    def began(self) -> float:
+        """When the side began to wait, whatever its reasons since."""
+        return self.since if self.idle_since is None else self.idle_since
 
 
 @dataclass
@@ -82,6 +91,8 @@ class Core:
     store: Store
     bells: list[Bell] = field(default_factory=list)
     waits: dict[str, Wait] = field(default_factory=dict)
+    lost_time: LostTime = field(default_factory=LostTime)
+    measured: Measured = field(default_factory=Measured)
     alarms: dict[str, str] = field(default_factory=dict)  # by who raises it: what a person should look at, though the run goes on
     paused: bool = False
     draining: str | None = None  # why no new sample is registered any more
@@ -127,12 +138,18 @@ class Core:
                 tell(sample)
         self.ring()
 
-    def waiting(self, side: str, reason: str | None) -> None:
+    def waiting(self, side: str, reason: str | None, kind: str = "other") -> None:
         """Side `side` waits for this reason (kept with the time it began), or no longer."""
+        before = self.waits.get(side)
         if reason is None:
-            self.waits.pop(side, None)
-        elif side not in self.waits or self.waits[side].reason != reason:
-            self.waits[side] = Wait(reason, time.monotonic())
+            if before is not None:
+                del self.waits[side]
+                self.lost_time.over(side, time.monotonic())
+        elif before is None or (before.reason, before.kind) != (reason, kind):
+            now = time.monotonic()
+            same = before is not None and before.kind == kind
+            self.waits[side] = Wait(reason, before.since if before and same else now, kind, before.began if before else now)
+            self.lost_time.waits(side, kind, reason, now)
 
     def alarm(self, who: str, words: str | None) -> None:
         """Raise this alarm, or take it back. Said in the log too, when it is new."""

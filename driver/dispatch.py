@@ -25,20 +25,22 @@ from driver.core import Core
 from driver.datasets import DataRow
 from driver.events import Leaf, RowSkipped, SampleDiscarded, SampleRegistered, TrajectoryDiscarded, TrajectoryReady
 from driver.filter import Judge
-from driver.ledger import DISCARDED, RUNNING, Sample, Trajectory
+from driver.ledger import DISCARDED, READY, RUNNING, Sample, Trajectory
+from driver.lost_time import FULL
+from driver.measured import BY_TRAJECTORY, Rate
 from driver.prefix_log import PrefixLog
 from driver.push import Pusher
 from driver.routing import Routing
 from driver.scoring import ScoreFailed, Scoring
 from driver.turns import GivenUp, Turns, retry
-from driver.watermark import Decision, KvRoom, Rate, Watermark, kv_room
+from driver.watermark import Decision, KvRoom, Watermark, kv_room
 from reward.wire import Job
 from rollout.answer import Generation
 from rollout.pool import EnginePool
 from rollout.tokens import TokenizerView
 from rollout.tree import Trajectory as Tree
 from rollout.tree import row_columns
-from rollout.workflow import Task, single_turn
+from rollout.workflow import Task, Workflow, WorkflowFailed, single_turn
 from store import Ref
 
 log = logging.getLogger("headrace.dispatch")
@@ -59,8 +61,10 @@ class Dispatch:
         on_cut: Callable[[str, int], None] = lambda traj_uid, tokens: None,
         routing: Routing | None = None,
         prefixes: PrefixLog | None = None,
+        workflow: Workflow = single_turn,
     ) -> None:
         self._on_cut = on_cut
+        self._workflow = workflow
         self._routing = routing
         self._core = core
         self._pool = pool
@@ -74,7 +78,7 @@ class Dispatch:
         self._queue: deque[tuple[Sample, Trajectory]] = deque()  # registered, not yet sent
         self._rows: dict[int, DataRow] = {}  # of live samples
         self.judge = Judge(core)
-        self._request_tokens = Rate(weight=0.02)  # prompt and answer
+        self._request_tokens = Rate(BY_TRAJECTORY)  # prompt and answer
         self.decision: Decision | None = None
         self.kv_room: KvRoom | None = None  # what the decision took for kv_slots
         self.generating = 0
@@ -83,6 +87,7 @@ class Dispatch:
         self._weights_bytes = weights_bytes(core.config.model.path, core.config.trainer.dtype)
         self._store_seen_at = time.monotonic()
         self._store_stats = core.store.stats()
+        self._worked: dict[int, list[float]] = {}  # of live samples: what each of their trajectories took that lost no request
 
     # ---- the loop ------------------------------------------------------------------------------------------------------
 
@@ -95,6 +100,17 @@ class Dispatch:
     def queued(self) -> int:
         return len(self._queue)
 
+    def place(self, traj_uid: str) -> str:
+        """Where a running trajectory is, in words."""
+        if traj_uid not in self._tasks:
+            return "not sent yet"
+        if self._scoring.holds(traj_uid):
+            return "at its scorer"
+        slot = self.turns.where(traj_uid)
+        if not self.turns.asks(traj_uid):
+            return "between two turns" if slot is not None else "about to be sent"
+        return "waiting for an engine" if slot is None or slot.state == "gone" else f"on {slot.engine_id}"
+
     async def run(self) -> None:
         """Consumes dataset rows; waits for room on the engines, for A4, for the watermark; unblocked by any change. Ends never: its
         owner cancels it. An exception of a trajectory's task is raised here."""
@@ -105,6 +121,7 @@ class Dispatch:
                 self._bell.clear()
                 while (following := self._next()) is not None:
                     sample, trajectory = following
+                    self.turns.due(trajectory.traj_uid)
                     self._tasks[trajectory.traj_uid] = group.create_task(self._trajectory(sample, trajectory), name=trajectory.traj_uid)
                     self.generating += 1
                 await self._bell.wait(1.0)
@@ -129,22 +146,23 @@ class Dispatch:
         self.settle(sample)
 
     def _room(self) -> int:
-        """Requests the open engines would take now, less the tasks that are about to ask for one."""
+        """Requests the open engines would take now, less those of tasks that have one or are about to ask for one."""
         capacity = sum(slot.capacity for slot in self._pool.slots.values() if slot.state == "open")
-        return capacity - self.generating
+        return capacity - self.turns.asking
 
     def _next(self) -> tuple[Sample, Trajectory] | None:
         """What to send now, or None with the reason recorded."""
         core = self._core
         if core.paused or core.ending or core.stopping:
-            core.waiting("rollout", "the run is paused" if core.paused else f"the run ends: {core.ending or 'stopped'}")
+            ends = f"the run ends: {core.ending or 'stopped'}"
+            core.waiting("rollout", "the run is paused" if core.paused else ends, "paused" if core.paused else "ending")
             return None
         if self._routing is not None and self._routing.reason is not None:
-            core.waiting("rollout", f"router {self._routing.client.url}: {self._routing.reason}")
+            core.waiting("rollout", f"router {self._routing.client.url}: {self._routing.reason}", "engines")
             return None
         if self._room() <= 0:
             full = bool(self._pool.slots) and any(slot.state == "open" for slot in self._pool.slots.values())
-            core.waiting("rollout", None if full else self._pool.why())
+            core.waiting("rollout", None if full else self._pool.why(), "engines")
             return None
         while self._queue:
             sample, trajectory = self._queue.popleft()
@@ -158,9 +176,10 @@ class Dispatch:
         core, ledger, config = self._core, self._core.ledger, self._core.config
         if not self._skipped_solved():
             return None
-        reason = self._closed_gate()
-        if reason is not None:
-            core.waiting("rollout", reason)
+        closed = self._closed_gate()
+        if closed is not None:
+            kind, reason = closed
+            core.waiting("rollout", reason, kind)
             return None
         place = core.feed.next_place(ledger.cursor)
         assert place is not None
@@ -206,26 +225,27 @@ class Dispatch:
             )
         return False
 
-    def _closed_gate(self) -> str | None:
-        """Why no new sample may be registered now; None when one may."""
+    def _closed_gate(self) -> tuple[str, str] | None:
+        """Why no new sample may be registered now, by kind and in words; None when one may."""
         core, ledger, config = self._core, self._core.ledger, self._core.config
         if core.draining is not None:
-            return f"no new samples: {core.draining}"
+            return "draining", f"no new samples: {core.draining}"
         if core.feed.next_place(ledger.cursor) is None:
             if not core.feed.datasets():
-                return "no dataset was submitted yet (headrace submit FILE)"
+                return "data", "no dataset was submitted yet (headrace submit FILE)"
             if weightless := core.feed.weightless(ledger.cursor):
-                return f"only datasets of weight 0 have rows left: {', '.join(weightless)}; give one a weight (headrace mix), or drain"
+                names = ", ".join(weightless)
+                return "data", f"only datasets of weight 0 have rows left: {names}; give one a weight (headrace mix), or drain"
             if core.feed.closed:
-                return "all rows were sent"
-            return "all rows were sent and the dataset is open: append rows or close it"
+                return "input over", "all rows were sent"
+            return "data", "all rows were sent and the dataset is open: append rows or close it"
         live = sum(ledger.live_by_deadline.values())
         if config.stop.batches is not None and live >= (config.stop.batches - ledger.next_batch) * core.limits.samples:
-            return f"the last of {config.stop.batches} batches has all its samples"
+            return "input over", f"the last of {config.stop.batches} batches has all its samples"
         bound = core.limits.bound
         deadline = ledger.serving_version + bound
         if deadline < ledger.next_batch:
-            return f"the engines serve version {ledger.serving_version}, too old for batch {ledger.next_batch} with bound {bound}"
+            return "lag", f"the engines serve version {ledger.serving_version}, too old for batch {ledger.next_batch} with bound {bound}"
         room = admissible(ledger.live_by_deadline, deadline, ledger.next_batch, core.limits.samples)
         reserved_bytes = ledger.counts.by_state[RUNNING] * config.sample_bytes // config.rollout.n
         self.kv_room = kv_room(
@@ -233,10 +253,12 @@ class Dispatch:
             max_running=config.rollout.max_running_requests,
             mean_tokens=self._request_tokens.value,
         )
+        self._watermark.batch_trajectories = core.limits.samples * config.rollout.n
         self.decision = self._watermark.decide(
             kv_slots=self.kv_room.slots,
             in_flight=self.in_flight + self.queued,
-            ready=ledger.counts.by_state["ready"],
+            aside=max(0, self.in_flight - self.turns.asking),
+            ready=ledger.counts.by_state[READY],
             admissible_samples=room,
             n=config.rollout.n,
             store_free_bytes=self._store_free_bytes(reserved_bytes),
@@ -247,9 +269,10 @@ class Dispatch:
             d = self.decision
             if d.binding == "staleness":
                 batches = f"batches {ledger.next_batch} to {deadline}"
-                return f"staleness bound {bound}: {live} live samples are all that {batches} can take"
-            which = f": {self.kv_room.bound}" if d.binding == "kv" else ""
-            return f"watermark {d.watermark} reached with {self.in_flight + self.queued} in flight; {d.binding} binds{which}"
+                return "staleness", f"staleness bound {bound}: {live} live samples are all that {batches} can take"
+            which = {"kv": f": {self.kv_room.bound}", "demand": f": {self._watermark.wanted()}"}.get(d.binding, "")
+            words = f"watermark {d.watermark} reached with {self.in_flight + self.queued} in flight; {d.binding} binds{which}"
+            return FULL if d.binding == "kv" else d.binding, words
         return None
 
     def _store_free_bytes(self, reserved_bytes: int) -> int:
@@ -265,7 +288,6 @@ class Dispatch:
 
     async def _trajectory(self, sample: Sample, trajectory: Trajectory) -> None:
         """From running to ready or discarded. Never raises for what an engine, a prompt or a scorer did."""
-        began = time.monotonic()
         generating = True
 
         def generated() -> None:
@@ -277,7 +299,6 @@ class Dispatch:
 
         try:
             await self._to_ready(sample, trajectory, generated)
-            self._watermark.observe_trajectory(time.monotonic() - began)
         except GivenUp as reason:
             if trajectory.state == RUNNING:
                 self._core.apply(TrajectoryDiscarded(traj_uid=trajectory.traj_uid, reason=str(reason), time=time.time()))
@@ -291,9 +312,13 @@ class Dispatch:
 
     async def _to_ready(self, sample: Sample, trajectory: Trajectory, generated: Callable[[], None]) -> None:
         core = self._core
+        if trajectory.state != RUNNING:  # discarded between the making of its task and this first step
+            return
         row = self._row(sample)
+        began = time.monotonic()
         tree = await self._run_workflow(row, trajectory)
         generated()
+        self._measure(trajectory, tree, time.monotonic() - began)
         while True:  # what was sampled is scored again after a failure, never sampled again
             try:
                 leaves = await self._score(row, trajectory, tree)
@@ -315,6 +340,16 @@ class Dispatch:
         )
         self.tokens_sampled += sum(leaf.response_tokens for leaf in leaves)
         self._request_tokens.observe(max(leaf.length for leaf in leaves))
+        core.measured.leaves.observe(len(leaves))
+
+    def _measure(self, trajectory: Trajectory, tree: Tree, took_s: float) -> None:
+        """Only where no request was lost: what a dead engine cost says nothing of how long a trajectory takes."""
+        spent = self.turns.spent.get(trajectory.traj_uid)
+        if spent is not None and not spent.lost:
+            tokens = sum(len(turn.token_ids) for turn in tree.turns if turn.log_probs)
+            aside_s = max(0.0, took_s - spent.asked_s)
+            self._core.measured.trajectory(engine_s=spent.engine_s, aside_s=aside_s, tokens=tokens)
+            self._worked.setdefault(trajectory.uid, []).append(spent.engine_s + aside_s)
 
     async def _run_workflow(self, row: DataRow, trajectory: Trajectory) -> Tree:
         try:
@@ -333,7 +368,13 @@ class Dispatch:
             turns += 1
             return await self.turns.generate(trajectory, turns - 1, list(input_ids))
 
-        return await single_turn(Task(tuple(prompt), row.fields), generate)
+        while True:
+            try:
+                return await self._workflow(Task(tuple(prompt), row.fields), generate)
+            except WorkflowFailed as error:  # no turn of it is kept: what the environment made of them is gone
+                retry(self._core, trajectory, "data", f"workflow: {error}")
+                self.turns.begin_again(trajectory)
+                turns = 0
 
     # ---- rows and scores -----------------------------------------------------------------------------------------------
 
@@ -384,6 +425,9 @@ class Dispatch:
         if sample.waiting:
             return
         row = self._rows.pop(sample.uid, None)
+        worked = self._worked.pop(sample.uid, [])
+        if len(worked) == len(sample.trajectories):
+            self._core.measured.sample_s.observe(max(worked))
         self.turns.forget_sample(sample.uid)
         ready = sample.in_state("ready")
         if sample.batch_id is not None or not ready:

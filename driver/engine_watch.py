@@ -80,7 +80,7 @@ class EngineWatch:
         log.warning("%s (incarnation %d): %s", slot.engine_id, slot.incarnation, reason)
         self._pool.quarantine(slot, reason)
         self._hung[slot.engine_id] = slot
-        self._core.waiting(f"engine {slot.engine_id}", f"{slot.engine_id} is out of use: {reason}")
+        self._core.waiting(f"engine {slot.engine_id}", f"{slot.engine_id} is out of use: {reason}", "hangs")
         await self._replace(slot, reason)
 
     def _returned(self) -> None:

@@ -120,7 +120,7 @@ class Judge:
 
     def _say(self, words: str | None) -> None:
         self._core.alarm("filter", words)
-        self._core.waiting("filter", words)
+        self._core.waiting("filter", words, "filter")
 
     def recall(self) -> None:
         """After a restart: recent choices and pass rates, from the newest samples of the ledger. The streak begins anew."""

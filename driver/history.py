@@ -32,19 +32,15 @@ class History:
         self._gap_of_rows: float | None = max(gaps, default=None)
         self._elapsed_before_s: float = self.recent[-1]["time_s"] if self.recent else 0.0
         self._busy_at = (time.monotonic(), 0.0, 0.0)
-        self._last_applied_at: float | None = None
 
     def applied(self, batch_id: int, report: TrainReport) -> None:
         """Metrics of one batch, and the stop rule on reward."""
-        ledger, now = self._run.core.ledger, time.monotonic()
+        ledger = self._run.core.ledger
         samples = [ledger.samples[uid] for uid in ledger.batches[batch_id].uids]
         scored = [t for s in samples for t in s.in_state("consumed")]
         rewards = [t.reward for t in scored if t.reward is not None]
         correct = [leaf.is_correct for t in scored for leaf in t.leaves if leaf.is_correct is not None]
         ages = [batch_id - s.version_tag for s in samples]
-        if self._last_applied_at is not None:
-            self._run.watermark.observe_batch(now - self._last_applied_at)
-        self._last_applied_at = now
         self.measure_busy()
         if report.logprob_gap_max is not None:
             self._gap_of_rows = max(report.logprob_gap_max, self._gap_of_rows or 0.0)

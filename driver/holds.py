@@ -84,7 +84,7 @@ class Holds:
             self._due = now + self.again_s
             took_s = now - began
             self._rest_until = now + REST * took_s if took_s > LONG_LOOK_S else now
-            core.waiting("trainer", decision.reason)
+            core.waiting("trainer", decision.reason, "samples" if self.hold is None else "held")
             self._warn()
             return None
         core.waiting("trainer", None)

@@ -7,21 +7,21 @@ from __future__ import annotations
 
 import itertools
 import time
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from driver import observe_data
+from driver import engine_facts, observe_data
 from driver.ledger import CONSUMED, DISCARDED, EVALUATED, EVALUATION, FINISHED, READY, RUNNING, TRAINED, Trajectory, traj_uid_of
+from driver.why import Engine, Facts, Missing, Straggler, Waiting, explain, sentence
 
 if TYPE_CHECKING:
     from driver.evaluation import Evaluator
     from driver.run import Run
-    from rollout.slot import EngineSlot
 
 PAGE_ROWS = 100
 ALARM_SKIPPED_BATCHES = 5
+CAPS = ("kv", "staleness", "demand", "store")
 
 
 def status(run: Run) -> dict[str, Any]:
@@ -60,7 +60,8 @@ def status(run: Run) -> dict[str, Any]:
         "tokens_resampled": run.dispatch.turns.tokens_resampled,
         "snapshot": run.snapshot.facts(),
         "evaluation": None if run.evaluator is None else _last_evaluation(run.evaluator),
-        "alarms": alarms(run),
+        "alarms": [*alarms(run), *engine_facts.alarms(run)],
+        "engines_out_of_use": engine_facts.out_of_use(run),
         "why": why(run)["waits"],
     }
 
@@ -159,6 +160,7 @@ def queues(run: Run) -> dict[str, Any]:
             "binding": decision.binding if decision else None,
             "caps": vars(decision.caps) if decision else None,
             "kv_bound": run.dispatch.kv_room.bound if run.dispatch.kv_room else None,
+            "demand": run.watermark.wanted(),
         },
         "oldest_open": None
         if oldest is None
@@ -171,62 +173,65 @@ def queues(run: Run) -> dict[str, Any]:
     }
 
 
-def engines(run: Run) -> list[dict[str, Any]]:
-    return [
-        {
-            "engine_id": slot.engine_id,
-            "url": slot.url,
-            "incarnation": slot.incarnation,
-            "state": slot.state,
-            "reason": slot.reason,
-            "version": None if slot.verified is None else str(slot.verified),
-            "open_requests": slot.open_requests,
-            "capacity": slot.capacity,
-            "served_requests": slot.served_requests,
-            "preferred_share": slot.preferred_requests / slot.preferring_requests if slot.preferring_requests else None,
-            "silent_s": round(slot.silent_s(), 3),
-            "first_token_age_s": slot.first_token_age_s(),
-            "load": _load(slot),
-            "busy_s": round(slot.busy_s(), 3),
-            "capabilities": None if slot.capabilities is None else asdict(slot.capabilities),
-            "push_skipped": list(run.pusher.skipped.get(slot.engine_id, ())),
-        }
-        for slot in run.pool.slots.values()
-    ]
-
-
-def _load(slot: EngineSlot) -> dict[str, Any] | None:
-    """What the engine last said of itself, and how old that is; `foreign` are the requests that are not ours."""
-    load, age_s = slot.load, slot.load_age_s()
-    if load is None or age_s is None:
-        return None
-    reported = {"running": load.running, "waiting": load.waiting, "foreign": load.foreign, "kv_use": load.kv_use}
-    return reported | {"max_running": load.max_running, "max_total_tokens": load.max_total_tokens, "age_s": round(age_s, 3)}
-
-
 def why(run: Run) -> dict[str, Any]:
     """For each side that waits, the constraint that binds, since when, in a sentence."""
+    facts = why_facts(run)
+    waits = {
+        because.side: {"kind": because.kind, "reason": because.reason, "seconds": round(because.seconds, 3)} for because in explain(facts)
+    }
+    return {"run_id": run.core.run_id, "state": run.state, "waits": waits, "sentence": sentence(facts)}
+
+
+def why_history(run: Run, last: int = PAGE_ROWS) -> dict[str, Any]:
+    """The newest waits, oldest first, and the seconds that each side has lost to each kind of reason since the service started."""
+    now, epoch = time.monotonic(), time.time() - time.monotonic()
+    entries = [
+        {
+            "side": entry.side,
+            "kind": entry.kind,
+            "reason": entry.reason,
+            "began_at": round(epoch + entry.began, 3),
+            "ended_at": None if entry.ended is None else round(epoch + entry.ended, 3),
+            "seconds": round(entry.seconds(now), 3),
+            "times": entry.times,
+        }
+        for entry in run.core.lost_time.newest(last)
+    ]
+    return {"run_id": run.core.run_id, "items": entries, "seconds": run.core.lost_time.seconds(now)}
+
+
+def why_facts(run: Run) -> Facts:
+    """What the sentences are made of."""
     now = time.monotonic()
-    waits = {side: {"reason": wait.reason, "seconds": round(now - wait.since, 3)} for side, wait in run.core.waits.items()}
-    return {"run_id": run.core.run_id, "state": run.state, "waits": waits, "sentence": sentence(run)}
-
-
-def sentence(run: Run) -> str:
-    """Why the slower side waits, in one sentence: for the trainer also what it waits for in turn. And which engines are out of use, and
-    whether the filter takes everything."""
+    waits = tuple(Waiting(side, w.kind, w.reason, now - w.since, now - w.began) for side, w in run.core.waits.items())
     if run.failure:
-        return f"The run has stopped: {run.failure}"
+        return Facts(over=f"The run has stopped: {run.failure}")
     if run.state in ("finished", "stopped"):
-        return f"The run is {run.state}" + (f": {run.core.ledger.ended}." if run.core.ledger.ended else ".")
-    now = time.monotonic()
-    waits = run.core.waits
-    replaced = [waits[side].reason for side in waits if side.startswith("engine ") or side == "filter"]
-    side = next((side for side in ("trainer", "reward", "rollout") if side in waits), None)
-    if side is None:
-        return "; ".join(replaced) or "Nothing waits: engines and trainer are both at work."
-    upstream = next((s for s in ("reward", "rollout") if s in waits), None) if side == "trainer" else None
-    because = [f"{upstream}: {waits[upstream].reason}"] if upstream else []
-    return "; ".join([f"{side} idle {now - waits[side].since:.1f} s: {waits[side].reason}", *because, *replaced])
+        return Facts(over=f"The run is {run.state}" + (f": {run.core.ledger.ended}." if run.core.ledger.ended else "."))
+    return Facts(
+        waits=waits,
+        straggler=_straggler(run),
+        engines=tuple(
+            Engine(slot.engine_id, slot.state, slot.reason, slot.state_s(), slot.open_requests, slot.idle_s())
+            for slot in run.pool.slots.values()
+        ),
+        absent=engine_facts.absent(run),
+        push=run.publisher.why,
+    )
+
+
+def _straggler(run: Run) -> Straggler | None:
+    """The sample that the trainer waits for, if it does."""
+    uid = run.holds.blocking_uid if "trainer" in run.core.waits else None
+    sample = None if uid is None else run.core.ledger.samples.get(uid)
+    if sample is None:
+        return None
+    now = time.time()
+    missing = tuple(
+        Missing(t.traj_uid, run.dispatch.place(t.traj_uid), run.dispatch.turns.progress.get(t.traj_uid, 0), now - t.started_at)
+        for t in sample.in_state("running")
+    )
+    return Straggler(sample.uid, len(sample.trajectories), missing)
 
 
 def gauges(run: Run) -> dict[str, float]:
@@ -247,6 +252,9 @@ def gauges(run: Run) -> dict[str, float]:
         "headrace_ledger_staleness_bound_batches": float(run.core.limits.bound),
         "headrace_dispatch_in_flight_trajectories": float(run.dispatch.in_flight),
         "headrace_dispatch_watermark_trajectories": float(decision.watermark if decision else 0),
+        **({f"headrace_watermark_{cap}_trajectories": float(value) for cap, value in vars(decision.caps).items()} if decision else {}),
+        **{f"headrace_watermark_{name}_binds": float(decision is not None and decision.binding == name) for name in CAPS},
+        "headrace_dispatch_asking_trajectories": float(run.dispatch.turns.asking),
         "headrace_dispatch_tokens_total": float(run.dispatch.tokens_sampled),
         "headrace_dispatch_resampled_tokens_total": float(run.dispatch.turns.tokens_resampled),
         "headrace_dispatch_resumed_tokens_total": float(run.prefixes.tokens_resumed),

@@ -10,11 +10,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Coroutine
+import time
+from collections.abc import Coroutine, Iterator
 from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from driver.engine_facts import Unused
 from driver.launcher import (
     ChildHung,
     Died,
@@ -67,6 +69,7 @@ class Processes:
             for name, value in run.core.db.query("SELECT name, value FROM meta WHERE name LIKE 'incarnation/%'")
         }
         self._asking: set[asyncio.Task[Any]] = set()
+        self._news: dict[str, tuple[float, str]] = {}  # of the run's own engines: when they began or died, and of what
         self.wanted = Wanted(run.core.db, configured(run.config))
         self.specs = Specs(run, self.wanted, self.last_incarnation)
         self.plan: Plan = NO_PLAN
@@ -245,6 +248,16 @@ class Processes:
         started = [] if self._launcher is None else [p.url for p in self._launcher.processes.values() if p.spec.role == "engine"]
         return [*started, *(watched.url for watched in self.outside.engines.values())]
 
+    def unused_engines(self) -> Iterator[Unused]:
+        """The run's own as their processes are, whatever the pool knows of them."""
+        processes = {} if self._launcher is None else self._launcher.processes
+        for name, p in processes.items():
+            since, reason = self._news.get(name, (time.monotonic(), ""))
+            limit_s = p.spec.start_deadline_s if p.state == "starting" else None
+            state = {"starting": "starting", "ready": "starting", "quarantined": "quarantined"}.get(p.state, "gone")
+            if p.spec.role == "engine" and p.state != "ended" and name not in self._leaving:
+                yield Unused(name, p.url, p.incarnation, state, reason, time.monotonic() - since, limit_s)
+
     @property
     def facts(self) -> list[dict[str, Any]]:
         """For REST: every process with its state."""
@@ -274,6 +287,9 @@ class Processes:
         if isinstance(event, Started):
             # Incarnations grow over restarts of the driver too: an old process is never taken for a new one.
             self.note_incarnation(name, event.incarnation)
+            self._news[name] = (time.monotonic(), "")
+            if event.role == "engine":
+                self._run.pool.absent.setdefault(name, "it is starting")
         elif isinstance(event, Ready):
             log.info("%s (incarnation %d) is ready at %s", name, event.incarnation, event.url)
             if event.role in ("engine", "evaluator"):
@@ -292,6 +308,7 @@ class Processes:
             log.warning("%s (incarnation %d): %s", name, event.incarnation, event.reason)
         elif isinstance(event, Died | Hung | Quarantined):
             log.warning("%s (incarnation %d): %s", name, event.incarnation, event.reason)
+            self._news[name] = (time.monotonic(), event.reason.splitlines()[0])
             self._gone(event, name)
         self._core.ring()
 

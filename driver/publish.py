@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 
 from driver.core import Core
 from driver.events import VersionServed
 from driver.push import Outcome, Pusher
 from driver.snapshot import Snapshot, SnapshotGone
+from driver.why import Push
 from rollout.pool import EnginePool, EngineSlot
 from store import Ref
 
@@ -33,6 +35,7 @@ class Publisher:
         self._pushing: Snapshot | None = None
         self._held: tuple[Snapshot, ...] = ()  # by the evaluator
         self.gap_max: float | None = None
+        self._offered_at = 0.0
 
     @property
     def pending(self) -> bool:
@@ -43,9 +46,21 @@ class Publisher:
     def _lacks(slot: EngineSlot, snapshot: Snapshot) -> bool:
         return slot.state in ("starting", "open", "shut") and slot.verified != snapshot.label(slot.life)
 
+    @property
+    def why(self) -> Push | None:
+        """What a push waits for, or is at; None while every engine has the newest version."""
+        if self._newest is None or not self.pending:
+            return None
+        lacking = [slot.engine_id for slot in self._pool.slots.values() if self._lacks(slot, self._newest)]
+        seconds = time.monotonic() - self._offered_at
+        if self._pushing is not None:
+            return Push(self._pushing.version, seconds, under_way=tuple(lacking))
+        return Push(self._newest.version, seconds, lacking=tuple(lacking))
+
     def offer(self, snapshot: Snapshot) -> None:
         """A newer version; one that was not pushed yet is superseded by it."""
         superseded, self._newest = self._newest, snapshot
+        self._offered_at = time.monotonic()
         if superseded is not None:
             self._free(superseded)
         self._core.ring()
@@ -58,7 +73,11 @@ class Publisher:
                 await self._bell.wait(1.0)
                 continue
             snapshot = self._pushing = self._newest
+            began = time.monotonic()
             outcomes = await self._push(snapshot)
+            if outcomes and all(outcome.verified and outcome.attempts == 1 for outcome in outcomes):
+                pause_s = max(outcome.seconds for outcome in outcomes)
+                self._core.measured.pushed(time.monotonic() - began - pause_s, pause_s)
             self._pushing = None
             gaps = [outcome.logprob_gap for outcome in outcomes if outcome.logprob_gap is not None]
             self.gap_max = max([*gaps, *([] if self.gap_max is None else [self.gap_max])], default=None)

@@ -39,6 +39,7 @@ class Outcome:
     seconds: float
     logprob_gap: float | None
     reason: str | None = None
+    attempts: int = 1
     skipped: tuple[str, ...] = ()
     """Steps that had no effect or could not be checked, each a sentence."""
 
@@ -94,11 +95,12 @@ class Pusher:
                     self.gap_max = max(gap, self.gap_max)
                     self.seconds = time.monotonic() - began
                     self._say_skipped(slot, skipped)
-                    return Outcome(slot.engine_id, True, self.seconds, gap, skipped=skipped)
+                    return Outcome(slot.engine_id, True, self.seconds, gap, attempts=attempt, skipped=skipped)
                 except (EngineError, PushRefused, TimeoutError) as error:
                     left = f"it is gone: {slot.reason}" if slot.state == "gone" else f"not done within {self._deadline_s:.0f} s"
                     reason = str(error) or left
                     log.warning("push of version %d to %s failed (attempt %d): %s", snapshot.version, slot.engine_id, attempt, reason)
+                    slot.push_error = error
                     if slot.state == "gone" or isinstance(error, MadeTokens):
                         break
                     if attempt == 1:
@@ -112,8 +114,9 @@ class Pusher:
                 del self._pushing[slot.engine_id]
             decided.set_result(None)
 
-    async def leave(self, slot: EngineSlot) -> None:
-        """An engine that goes on without us: not paused, and not under the name of weights that it may hold in part. Never raises.
+    async def leave(self, slot: EngineSlot) -> bool:
+        """An engine that goes on without us: not paused, and not under the name of weights that it may hold in part. Never raises; False
+        when it did not answer.
 
         Waits for the end of its push, if there is one: the calls of two hands together may be illegal.
         """
@@ -130,6 +133,8 @@ class Pusher:
                 await client.continue_generation()
         except (EngineError, TimeoutError) as error:
             log.warning("%s was left in the middle of a push: %s", slot.engine_id, error or f"no answer within {LEAVE_S:.0f} s")
+            return False
+        return True
 
     def verified(self, version: str) -> bool:
         """Did these weights, on this life of an engine, pass every check?"""
@@ -175,6 +180,7 @@ class Pusher:
         not_released = await release.do()
         if parcel.in_session:
             await client.begin_update()
+        slot.weights_sent = True
         await parcel.send(slot)
         if parcel.in_session:
             await client.end_update()

@@ -11,6 +11,7 @@ with an exception ends the run visibly, with its reason in `failure` (H8).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import logging
 import time
@@ -18,6 +19,7 @@ from pathlib import Path
 
 import orjson
 
+from driver import whatif_facts
 from driver.archive import Archive
 from driver.bias_watch import BiasWatch
 from driver.core import Core
@@ -60,6 +62,7 @@ from store import EmbeddedStore, StoreError, StoreStats
 from trainer.client import TrainerRefused
 
 log = logging.getLogger("headrace.run")
+KEEP_S = 60
 EXPECTED = (
     StartFailed,
     TrainerRefused,
@@ -95,7 +98,7 @@ class Run:
         self.pusher = self._pusher_of(self.pool)
         self.publisher = Publisher(self.core, self.pool, self.pusher)
         self.scoring = Scoring(self.core, wait_s=config.reward.batch_wait_s, deadline_s=config.reward.deadline_s)
-        watermark = Watermark(config.batch.samples * config.rollout.n)
+        watermark = Watermark(config.batch.samples * config.rollout.n, self.core.measured)
         self.watermark = watermark
         self.bias = BiasWatch(self.core)
         rollout = config.rollout
@@ -218,6 +221,7 @@ class Run:
             )
         ]
         stop = asyncio.create_task(self._stop.wait(), name="stop")
+        saying = asyncio.create_task(whatif_facts.say(self), name="what if")
         self.state = self._last_intent()
         try:
             await asyncio.wait([training, *others, stop], return_when=asyncio.FIRST_COMPLETED)
@@ -237,9 +241,9 @@ class Run:
             self.failure, self.state = str(error), "failed"
         finally:
             stop.cancel()
-            for task in [*others, training]:
+            for task in [*others, training, saying]:
                 task.cancel()
-            await asyncio.gather(*others, training, stop, return_exceptions=True)
+            await asyncio.gather(*others, training, saying, stop, return_exceptions=True)
             await self.training.abandon()
             await self._wind_down()
 
@@ -309,6 +313,8 @@ class Run:
             self.finished.archive.flush()
         except OSError as error:
             self.failure = self.failure or str(error)
+        with contextlib.suppress(OSError):  # it is missed by the model only
+            whatif_facts.keep(core.measured, self.config.directory)
         self.history.metrics.close()
         self._keep_rows()
         await self.http.aclose()
@@ -317,7 +323,8 @@ class Run:
             log.error("the run has stopped: %s", self.failure)
         else:
             self.state = "finished" if core.ledger.ended else "stopped"
-        core.waits.clear()
+        for side in list(core.waits):
+            core.waiting(side, None)
 
     def _keep_rows(self) -> None:
         """What the ledger on disk may still speak of goes to disk too; where it can not, it stays in shared memory for the next start."""
@@ -387,7 +394,8 @@ class Run:
     # ---- once a second ----
 
     async def _tick_loop(self) -> None:
-        """Once a second: is the ledger well, busy shares, and the archive's age. Owned by `run`."""
+        """Once a second: is the ledger well, busy shares, the archive's age; once a minute what was measured is kept. Owned by `run`."""
+        seconds = 0
         while True:
             await asyncio.sleep(1.0)
             if self.core.db.failure:  # nothing may be about to be written
@@ -397,6 +405,9 @@ class Run:
             self.bias.look()
             if self.finished.archive.due:
                 await asyncio.to_thread(self.finished.archive.flush)
+            if (seconds := seconds + 1) % KEEP_S == 0:
+                with contextlib.suppress(OSError):
+                    whatif_facts.keep(self.core.measured, self.config.directory)
 
 
 def canary_ids(tokenizer: TokenizerView, context_length: int) -> list[int]:

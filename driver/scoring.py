@@ -17,6 +17,7 @@ from reward.wire import Job, Result
 
 log = logging.getLogger("headrace.scoring")
 SLOW_S = 5.0
+CALL_S = 0.1  # more than a call needs besides the scoring itself
 
 
 class ScoreFailed(Exception):
@@ -43,6 +44,8 @@ class Scoring:
         self._pending: list[_Waiting] = []
         self._arrived = asyncio.Event()
         self._since: dict[str, float] = {}  # leaf -> when its score was asked for, the oldest first
+        self._fewest = 0  # of those that were in flight at any time since the last look
+        self._looked = (time.monotonic(), 0)  # when, and how many were scored by then
         self.failed = 0
         self.scored = 0
 
@@ -54,7 +57,7 @@ class Scoring:
     def detach(self, reason: str) -> None:
         self._client = None
         self._up.clear()
-        self._core.waiting("reward", f"the reward service is starting again: {reason.splitlines()[0]}")
+        self._core.waiting("reward", f"the reward service is starting again: {reason.splitlines()[0]}", "starting")
 
     @property
     def client(self) -> RewardClient | None:
@@ -65,28 +68,39 @@ class Scoring:
     def in_flight(self) -> int:
         return len(self._since)
 
+    def holds(self, traj_uid: str) -> bool:
+        """A leaf of this trajectory waits for its score."""
+        return any(leaf_id.startswith(traj_uid) for leaf_id in self._since)
+
     def look(self) -> None:
-        """Say so when scores are slow (L1): a scorer that hangs holds everything behind it."""
+        """Once a second: how fast scores come when they are what is slow, and a word when they are (L1): a scorer that hangs holds
+        everything behind it."""
+        (then, scored), now, fewest = self._looked, time.monotonic(), self._fewest
+        self._looked, self._fewest = (now, self.scored), self.in_flight
         if self._client is None:
             return
+        work_s = self._core.measured.scorer_s.or_else(0.0) + self._wait_s + CALL_S
+        self._core.measured.reward.look(now - then, self.scored - scored, fewest, work_s)
         oldest_s = time.monotonic() - next(iter(self._since.values())) if self._since else 0.0
         slow = f"{self.in_flight} answers wait for their score, the first for over {int(oldest_s) // 5 * 5} s"
-        self._core.waiting("reward", slow if oldest_s > SLOW_S else None)
+        self._core.waiting("reward", slow if oldest_s > SLOW_S else None, "slow")
 
     async def score(self, job: Job) -> Result:
         """The result of one leaf. Raises ScoreFailed."""
         future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
         self._pending.append(_Waiting(job, future))
         self._arrived.set()
-        self._since[job.leaf_id] = time.monotonic()
+        began = self._since[job.leaf_id] = time.monotonic()
         try:
             result = await future
         finally:
             del self._since[job.leaf_id]
+            self._fewest = min(self._fewest, self.in_flight)
         if not result.ok or result.score is None:
             self.failed += 1
             raise ScoreFailed(f"reward: {result.error}", data=True)
         self.scored += 1
+        self._core.measured.scored(time.monotonic() - began, result.seconds)
         return result
 
     async def run(self) -> None:

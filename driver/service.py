@@ -21,7 +21,7 @@ from prometheus_client.core import GaugeMetricFamily
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
-from driver import observe, service_datasets
+from driver import engine_facts, observe, service_datasets, service_whatif, service_why
 from driver.config import ConfigError, parse_config
 from driver.datasets import DatasetError
 from driver.feed import FeedError
@@ -36,6 +36,8 @@ from driver.service_runs import add_routes as add_run_routes
 from driver.service_schema import REFUSALS
 from driver.settings import SECRETS
 from rollout.address import NotAllowed
+
+ENGINE_ANSWERS_S = 2.0
 
 
 class EngineUrl(BaseModel):
@@ -80,7 +82,9 @@ def create_app(fleet: Runs, *, token: str | None, loopback: bool, shutdown: Call
         if token is not None and not open_path:
             given = request.headers.get("authorization", "")
             if not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
-                return _error(401, "send the service's token: Authorization: Bearer TOKEN")
+                return _error(
+                    401, "send the service's token: curl as Authorization: Bearer TOKEN, the command line takes it from HEADRACE_TOKEN"
+                )
         if not _same_site(request.headers.get("origin"), request.headers.get("host")):
             return _error(403, "a page of another site may not use this service")  # a browser on this machine reaches loopback too
         return await call_next(request)
@@ -139,7 +143,7 @@ def create_app(fleet: Runs, *, token: str | None, loopback: bool, shutdown: Call
 
     @app.get("/v1/engines", tags=["service"])
     async def all_engines() -> dict[str, Any]:
-        return {run_id: observe.engines(run) for run_id, run in runs.items()}
+        return {run_id: engine_facts.engines(run) for run_id, run in runs.items()}
 
     @app.get("/v1/why", tags=["service"])
     async def all_why() -> dict[str, Any]:
@@ -164,17 +168,19 @@ def create_app(fleet: Runs, *, token: str | None, loopback: bool, shutdown: Call
 
     @app.get("/v1/runs/{run}/engines", tags=["runs"])
     async def run_engines(run: RunDep) -> list[dict[str, Any]]:
-        return observe.engines(run)
+        return engine_facts.engines(run)
 
     @app.post("/v1/runs/{run}/engines", tags=["engines"], status_code=201)
     async def add_engine(run: RunDep, body: EngineUrl) -> dict[str, str]:
-        """Use an engine that runs elsewhere, from now on and after restarts; it gets the current weights before its first request."""
+        """Use an engine that runs elsewhere, from now on and after restarts; it gets the current weights before its first request. The
+        answer says whether it answered within two seconds; it is asked on anyhow."""
         try:
             engine_id = run.processes.outside.add(body.url)
         except NotAllowed as error:
             raise HTTPException(400, str(error)) from None
         await run.core.db.durable()
-        return {"run_id": run.core.run_id, "engine_id": engine_id}
+        state, reason = await run.processes.outside.heard(engine_id, ENGINE_ANSWERS_S)
+        return {"run_id": run.core.run_id, "engine_id": engine_id, "state": state, "reason": reason}
 
     @app.delete("/v1/runs/{run}/engines/{engine_id}", tags=["engines"], status_code=202)
     async def remove_engine(run: RunDep, engine_id: str) -> dict[str, str]:
@@ -258,6 +264,8 @@ def create_app(fleet: Runs, *, token: str | None, loopback: bool, shutdown: Call
         text = await asyncio.to_thread((run.log_directory / f"{role}.log").read_text, "utf-8", "replace")
         return PlainTextResponse("\n".join(text.splitlines()[-lines:]) + "\n")
 
+    service_why.add_routes(app, runs, run_of)
+    service_whatif.add_routes(app, runs, run_of)
     service_datasets.add_routes(app, run_of)
     add_bias_routes(app, RunDep)
     add_limit_routes(app, RunDep)

@@ -19,7 +19,7 @@ from driver.settings_data import CurriculumConfig, DataConfig, FilterConfig
 from driver.settings_evaluation import EvaluationConfig
 from driver.settings_roles import NAME as ROLE_NAME
 from driver.settings_roles import RoleConfig, check_names
-from rollout.address import checked_url, is_loopback
+from rollout.address import bare_host, checked_url, is_loopback
 from rollout.sglang.spec import SglangSpec
 from trainer.layout import misplaced, nothing_to_offload
 from trainer.loss_spec import CriticSpec, LossSpec, check_critic
@@ -91,6 +91,9 @@ class RolloutConfig(_Section):
     loads_interval_s: float = Field(1.0, gt=0, le=60, description="each engine is asked this often how loaded it is, and seen to move")
     infrastructure_retries: int = Field(20, ge=0, description="a request lost to a dead engine is sent again this often")
     data_retries: int = Field(1, ge=0, description="a prompt or a score that fails by itself is tried again this often")
+    lengths_trace: Path | None = Field(
+        None, description="lengths of answers (CSV, output_tokens) for the what-if model, until the run has seen its own"
+    )
     engine_args: list[str] = Field([], description="further flags for the engine's command line")
     threads: int = Field(1, ge=1)
 
@@ -337,7 +340,11 @@ class StoreConfig(_Section):
 class ServiceConfig(_Section):
     host: str = "127.0.0.1"
     port: int = Field(8700, ge=0, le=65535, description="0: any free port, written to RUN_DIR/service.json")
-    token: str | None = Field(None, description="bearer token; needed as soon as host is not loopback; ${NAME} reads the environment")
+    token: str | None = Field(
+        None,
+        description="bearer token; needed as soon as host is not loopback, then for /metrics too; clients send it as Authorization: Bearer "
+        "TOKEN, the command line from HEADRACE_TOKEN; ${NAME} reads the environment",
+    )
     data_roots: list[Path] = Field([], description="folders from which datasets may be read by path over REST")
     engine_hosts: list[str] = Field([], description="where engines may be added over REST: HOST, HOST:PORT, or *.DOMAIN")
 
@@ -350,6 +357,16 @@ class ServiceConfig(_Section):
         except ValueError:
             return False
 
+    @field_validator("engine_hosts")
+    @classmethod
+    def _hosts(cls, hosts: list[str]) -> list[str]:
+        for host in hosts:
+            if "/" in host:
+                raise ValueError(
+                    f"{host!r} is an address of one engine, not a host; write HOST, HOST:PORT or *.DOMAIN, like {bare_host(host)}"
+                )
+        return hosts
+
     @field_validator("token")
     @classmethod
     def _secret(cls, value: str | None) -> str | None:
@@ -358,7 +375,10 @@ class ServiceConfig(_Section):
     @model_validator(mode="after")
     def _token_beyond_loopback(self) -> ServiceConfig:
         if not self.loopback and not self.token:
-            raise ValueError(f"host {self.host} is reachable from outside: set service.token, or host: 127.0.0.1")
+            raise ValueError(
+                f"host {self.host} is reachable from outside: set service.token (the command line sends what HEADRACE_TOKEN holds), or "
+                "host: 127.0.0.1"
+            )
         return self
 
 

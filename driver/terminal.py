@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -14,11 +15,16 @@ import httpx
 import typer
 from rich.console import Console
 
-out = Console()
+PIPED_COLUMNS = 200  # a program that reads wants whole ids, not 80 columns
+out = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else PIPED_COLUMNS)
 err = Console(stderr=True)
 
 Url = Annotated[
-    str | None, typer.Option(help="the service's address; default: HEADRACE_URL, or the newest one under ./runs", envvar="HEADRACE_URL")
+    str | None,
+    typer.Option(
+        help="the service's address; default: HEADRACE_URL, or the newest one under ./runs; its token: HEADRACE_TOKEN",
+        envvar="HEADRACE_URL",
+    ),
 ]
 RunName = Annotated[str | None, typer.Option("--run", help="which run; default: the only one, or the only one that goes on")]
 Sets = Annotated[list[str] | None, typer.Option("--set", help="override one key: --set batch.samples=8")]
@@ -48,6 +54,8 @@ class Service:
             reply = self._http.request(method, path, **more)
         except httpx.TransportError as error:
             fail(f"no answer from {self.url} ({type(error).__name__}); is the service up? headrace up CONFIG.yaml")
+        if reply.headers.get("content-type", "").startswith("text/html"):
+            fail(f"{self.url}{path} answered {reply.status_code} with a web page: it is not the address of a Headrace service")
         if reply.status_code >= 400:
             try:
                 fail(reply.json()["error"]["message"])

@@ -87,7 +87,7 @@ class Training:
     def detach(self, reason: str) -> None:
         """The process is gone."""
         self._client = None
-        self._core.waiting("trainer", f"the trainer is starting again: {reason.splitlines()[0]}")
+        self._core.waiting("trainer", f"the trainer is starting again: {reason.splitlines()[0]}", "starting")
 
     @property
     def ready(self) -> bool:
@@ -106,7 +106,7 @@ class Training:
                 await self._recorded()
             if self._client is None:
                 if "trainer" not in core.waits:
-                    core.waiting("trainer", "the trainer process is starting")
+                    core.waiting("trainer", "the trainer process is starting", "starting")
                 await self._bell.wait(5.0)
                 continue
             try:
@@ -119,9 +119,11 @@ class Training:
                     await self._commit()
                     await self._recorded()
                     return
+                began = time.monotonic()
                 if self._assemble() is not None:
                     await core.db.durable()
                     await self._train(core.ledger.trained_version)
+                    core.measured.training_s.observe(time.monotonic() - began)
                     continue
             except (TrainerLost, TrainerRefused) as error:
                 if isinstance(error, TrainerRefused) and self._incarnation == await self._living_incarnation():
@@ -130,7 +132,7 @@ class Training:
                 if isinstance(error.__cause__, httpx.ReadTimeout):
                     # A rank hangs while rank 0 still answers for its health: no heartbeat would find it.
                     await self._replace(f"no answer: {error}")
-                core.waiting("trainer", f"the trainer was lost ({error}); its group is being restarted")
+                core.waiting("trainer", f"the trainer was lost ({error}); its group is being restarted", "lost")
                 self._lost.set()
                 await self._bell.wait(0.2)
                 continue
@@ -324,7 +326,7 @@ class Training:
     async def _bring_up(self) -> None:
         """Bring an empty trainer to the ledger's version: newest whole checkpoint, then the batches after it, in order."""
         core, ledger = self._core, self._core.ledger
-        core.waiting("trainer", "the trainer loads its weights")
+        core.waiting("trainer", "the trainer loads its weights", "loading")
         incarnation = self._incarnation = (await self._trainer().health()).incarnation
         checkpoint = newest(self.checkpoint_directory)
         held = checkpoint.trained_version if checkpoint is not None else 0

@@ -13,7 +13,10 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,6 +72,37 @@ def retry(core: Core, trajectory: Trajectory, kind: str, reason: str) -> None:
     core.apply(TrajectoryRetried(traj_uid=trajectory.traj_uid, kind=kind, reason=reason))
 
 
+class Pace:
+    """How fast one request's tokens come: from its first chunk, before which it waited for a slot, to its last."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._first_at: float | None = None
+        self._last_at = 0.0
+        self._tokens = 0
+
+    def came(self, tokens: int) -> None:
+        self._last_at = self._clock()
+        if self._first_at is None:
+            self._first_at = self._last_at
+        else:
+            self._tokens += tokens
+
+    @property
+    def decoded(self) -> tuple[int, float]:
+        """Tokens after the first chunk, and their seconds."""
+        return self._tokens, 0.0 if self._first_at is None else self._last_at - self._first_at
+
+
+@dataclass
+class Spent:
+    """What one trajectory's requests took: on engines with their gates open, and in all. `lost`: one of them failed, and it says little."""
+
+    engine_s: float = 0.0
+    asked_s: float = 0.0
+    lost: bool = False
+
+
 def direct(lease: Lease) -> Way:
     """To the engine of the lease itself."""
     return Way(lease.client, lease.slot.clock, str(lease.slot.verified), None)
@@ -97,13 +131,55 @@ class Turns:
         found = core.db.query("SELECT value FROM meta WHERE name = 'tokens_resampled'")
         self.tokens_resampled: int = msgspec.json.decode(found[0][0]) if found else 0  # over all lives of the driver
         self.progress: dict[str, int] = {}  # tokens so far, by trajectory in flight
+        self.spent: dict[str, Spent] = {}  # by trajectory in flight
+        self._due: set[str] = set()
+        self._open: Counter[str] = Counter()  # turns that are being asked for, by trajectory
+
+    @property
+    def asking(self) -> int:
+        """Trajectories that have a request at an engine, wait for one, or are about to: the others in flight want no slot now."""
+        return len(self._open) + len(self._due)
+
+    def asks(self, traj_uid: str) -> bool:
+        """It has a request at an engine, or waits for one."""
+        return traj_uid in self._open
+
+    def due(self, traj_uid: str) -> None:
+        """Its first turn will be asked for in a moment."""
+        self._due.add(traj_uid)
+
+    def where(self, traj_uid: str) -> EngineSlot | None:
+        """Who took its last turn or part."""
+        return self._last.get(traj_uid)
+
+    @contextmanager
+    def _asks(self, traj_uid: str) -> Iterator[Spent]:
+        spent = self.spent.setdefault(traj_uid, Spent())
+        self._due.discard(traj_uid)
+        self._open[traj_uid] += 1
+        began = time.monotonic()
+        try:
+            yield spent
+        finally:
+            spent.asked_s += time.monotonic() - began
+            self._open[traj_uid] -= 1
+            if not self._open[traj_uid]:
+                del self._open[traj_uid]
+            self._core.ring()  # between two turns there is room for another's
 
     def forget(self, trajectory: Trajectory) -> None:
         """It is in flight no more: because it has ended, or because the driver ends."""
+        self._due.discard(trajectory.traj_uid)
         self.progress.pop(trajectory.traj_uid, None)
+        self.spent.pop(trajectory.traj_uid, None)
         self._last.pop(trajectory.traj_uid, None)
         if trajectory.state != RUNNING:
             self.prefixes.ended(trajectory.traj_uid)
+
+    def begin_again(self, trajectory: Trajectory) -> None:
+        """Its next turn is its first: nothing of the turns before is kept."""
+        self.count_resampled(self.progress.pop(trajectory.traj_uid, 0))
+        self.prefixes.ended(trajectory.traj_uid)
 
     def count_resampled(self, tokens: int) -> None:
         """Sampled, and given back: kept over restarts."""
@@ -132,6 +208,10 @@ class Turns:
 
     async def generate(self, trajectory: Trajectory, turn: int, prompt_ids: list[int]) -> Generation:
         """One turn, on however many engines it takes: what was received is kept, and the next engine goes on from there."""
+        with self._asks(trajectory.traj_uid) as spent:
+            return await self._generate(trajectory, turn, prompt_ids, spent)
+
+    async def _generate(self, trajectory: Trajectory, turn: int, prompt_ids: list[int], spent: Spent) -> Generation:
         config = self._core.config.rollout
         sampling = self._sampling(trajectory, turn, len(prompt_ids))
         budget = sampling["max_new_tokens"]
@@ -145,6 +225,7 @@ class Turns:
             if logged.finish == "stop" and kept is logged.prefix:
                 return Generation(kept.output_ids, kept.log_probs, kept.spans, "stop", len(prompt_ids))
             buffer.kept(kept)
+            spent.lost = True  # what it took before the restart is not known
         avoid: tuple[str, ...] = ()
         fruitless = 0  # tries in a row
         for part in range(1_000_000):
@@ -154,7 +235,7 @@ class Turns:
                 whole = _complete(kept, stops, len(prompt_ids))
                 buffer.kept(kept, whole.finish_reason)
                 return whole
-            tried = trajectory.infrastructure_attempts
+            tried = trajectory.infrastructure_attempts + trajectory.data_attempts
             rid = f"{self._core.run_id}.{self._core.ledger.epoch}.{trajectory.traj_uid}.{turn:04d}.{tried:06d}.{part:06d}"
             room = budget - len(kept.output_ids)
             asked = min(room, config.part_tokens or room)
@@ -167,6 +248,8 @@ class Turns:
                     slot, way = lease.slot, self.way(lease)
                     self._took(trajectory, slot)
                     buffer.asks(way.version, way.versions)
+                    sent_at = way.clock()
+                    pace = Pace(way.clock)
                     try:
                         answer = await way.client.generate(
                             [*prompt_ids, *kept.output_ids],
@@ -175,10 +258,13 @@ class Turns:
                             stall_s=config.stall_s,
                             clock=way.clock,
                             version=way.version,
-                            on_tokens=self._count(trajectory, len(kept.output_ids), slot, buffer),
+                            on_tokens=self._count(trajectory, len(kept.output_ids), slot, buffer, pace),
                         )
                         slot.heard()
+                        spent.engine_s += way.clock() - sent_at
+                        self._core.measured.decoded(*pace.decoded)
                     except EngineError as error:
+                        spent.lost = True
                         if error.status is not None:  # a refusal is an answer
                             slot.heard()
                         received = await self._pusher.trusted(way.sure(error.prefix))
@@ -201,6 +287,7 @@ class Turns:
                     whole = joined(kept, answer)
                     buffer.kept(whole, whole.finish_reason)
                     return whole
+                spent.lost = True
                 # Aborted by the engine, or made by weights that failed their check: go on from what is good.
                 self.count_resampled(len(answer.output_ids) - len(received.output_ids))
                 kept = _extend(kept, received)
@@ -209,6 +296,7 @@ class Turns:
                 if not received.output_ids and not slot.released:
                     retry(self._core, trajectory, "infrastructure", f"{slot.engine_id} ended the request without a token")
             except TimeoutError as error:
+                spent.lost = True
                 retry(self._core, trajectory, "infrastructure", str(error))
         raise AssertionError("unreachable")
 
@@ -233,13 +321,14 @@ class Turns:
             self._first[trajectory.uid] = slot
 
     def _count(
-        self, trajectory: Trajectory, before: int, slot: EngineSlot, buffer: TurnBuffer
+        self, trajectory: Trajectory, before: int, slot: EngineSlot, buffer: TurnBuffer, pace: Pace
     ) -> Callable[[list[int], list[float], str], None]:
         self.progress[trajectory.traj_uid] = before
 
         def on_tokens(ids: list[int], log_probs: list[float], version: str) -> None:
             slot.heard()
             self.progress[trajectory.traj_uid] += len(ids)
+            pace.came(len(ids))
             buffer.got(ids, log_probs, version)
 
         return on_tokens

@@ -1,7 +1,8 @@
 """The service process: its runs, their REST server, its signals.
 
 What can be known to be wrong is said before anything starts: a taken port, a store that does not fit, a ledger in use. SIGTERM and
-SIGINT end it in order (a second one at once). RUN_DIR/service.json says where it listens while it lives.
+SIGINT end it in order (a second one at once, after a last word to engines of somebody else's). RUN_DIR/service.json says where it
+listens while it lives.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -97,12 +98,17 @@ async def serve(config: RunConfig, *, exit_when_done: bool) -> int:
         raise CannotStart(str(error)) from error
     runs = Runs(run)
     ended = asyncio.Event()
+    at_once: asyncio.Task[None] | None = None
     loop = asyncio.get_running_loop()
 
     def shutdown() -> None:
-        if ended.is_set():
-            log.warning("told to end a second time: ending at once")
+        nonlocal at_once
+        if at_once is not None:
             os._exit(130)
+        if ended.is_set():
+            log.warning("told to end a second time: ending at once; engines of somebody else's that a push has paused are let go first")
+            at_once = asyncio.create_task(end_at_once(runs.runs.values()), name="ending at once")
+            return
         ended.set()
         log.info("ending in order: the step in flight, a checkpoint, the ready rows; once more (Ctrl-C) ends at once")
         runs.stop()
@@ -124,6 +130,19 @@ async def serve(config: RunConfig, *, exit_when_done: bool) -> int:
             await serving
             runs.close()
     return 1 if runs.failed else 0
+
+
+async def end_at_once(runs: Iterable[Run]) -> None:
+    """Nothing is saved that is not on disk. Engines that outlive this process get some seconds of a last effort."""
+    try:
+        for paused in await asyncio.gather(*(run.processes.outside.leave_at_once() for run in runs)):
+            if paused:
+                log.warning(
+                    "may be left paused: %s; the run frees them when it starts again, README says how to do it by hand", ", ".join(paused)
+                )
+    finally:
+        logging.shutdown()
+        os._exit(130)
 
 
 def log_tasks() -> None:

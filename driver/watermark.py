@@ -11,8 +11,10 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from driver.measured import Measured
 from rollout.load import Load
 
+AHEAD = 0.25  # of what engines run at once, so much more is sent: it waits there, and a slot that is free has its next request at once
 LEAST_KEPT = 0.05  # what the demand is divided by: a filter that takes nearly everything does not ask for the moon
 
 
@@ -72,37 +74,43 @@ def _at_once(load: Load | None, max_open: int, max_running: int, mean_tokens: fl
 
 
 @dataclass
-class Rate:
-    """Exponentially weighted mean of a duration or size; None until the first observation."""
-
-    weight: float = 0.2
-    value: float | None = None
-
-    def observe(self, value: float) -> None:
-        self.value = value if self.value is None else self.value + self.weight * (value - self.value)
-
-
-@dataclass
 class Watermark:
-    """`batch_trajectories` = P * n. Rates are learned from what happens; until then demand does not bind."""
+    """`batch_trajectories` = P * n. Until the run has measured its own times, demand does not bind."""
 
     batch_trajectories: int
-    batch_period_s: Rate = field(default_factory=Rate)
-    in_flight_s: Rate = field(default_factory=lambda: Rate(weight=0.02))
+    measured: Measured = field(default_factory=Measured)
 
-    def observe_batch(self, period_s: float) -> None:
-        """Time from the start of one training step to the start of the next that the trainer could have made."""
-        self.batch_period_s.observe(period_s)
+    def demand(self) -> tuple[float, str] | None:
+        """(trajectories a second that are wanted, by which stage): the slowest of those behind the engines. None: not known yet."""
+        training_s = self.measured.training_s.value
+        if training_s is None:
+            return None
+        trainer = (self.batch_trajectories / max(1e-6, training_s), "the trainer")
+        if self.measured.reward.per_s is None:
+            return trainer
+        scored = (self.measured.reward.per_s / self.measured.leaves.or_else(1.0), "the reward service")
+        return min(trainer, scored)
 
-    def observe_trajectory(self, in_flight_s: float) -> None:
-        """From dispatch to ready."""
-        self.in_flight_s.observe(in_flight_s)
+    def wanted(self) -> str:
+        """What a demand that binds is made of, in words."""
+        demand, working_s = self.demand(), self.working_s
+        if demand is None or working_s is None:
+            return "no batch was trained yet"
+        per_s, stage = demand
+        return f"{stage} takes {per_s:.3g} trajectories a second, a sample is in work for {working_s:.3g} s, and two batches may lie ready"
+
+    @property
+    def working_s(self) -> float | None:
+        """How long a sample takes when it waits for nobody: its slowest trajectory's time on engines, with tools, and at the scorer."""
+        sample_s = self.measured.sample_s.value
+        return None if sample_s is None else sample_s + self.measured.scorer_s.or_else(0.0)
 
     def decide(
         self,
         *,
         kv_slots: int,
         in_flight: int,
+        aside: int,
         ready: int,
         admissible_samples: int,
         n: int,
@@ -112,22 +120,27 @@ class Watermark:
     ) -> Decision:
         """The target now.
 
-        kv_cap: what the engines can decode at once (`kv_room`), and a little queue so that none idles.
+        kv_cap: what the engines can decode at once (`kv_room`), a little queue so that none idles, and those in flight that want no slot
+        now (`aside`: with a tool, or at the scorer): in flight is not decoding.
         staleness_cap: what is in flight plus what A4 still lets in.
-        demand_cap: Little's law, rate the trainer eats at times the time in flight, plus two batches less what lies ready: ready
-        piling up lowers it, a waiting trainer (ready = 0) raises it. Of what is in flight the filter keeps `kept_share`, so for what the
-        trainer takes that much more has to be under way.
+        demand_cap: Little's law: what the slowest stage behind the engines ends a second, times what a sample takes when it waits for
+        nobody, plus two batches, less what is `ready`. Ready piling up lowers it, a waiting trainer raises it. In flight and ready
+        together are what is live: a number that only registrations and batches change, so holding it makes no waves. It is made of
+        working times alone, so it stands still while engines, scorers or the trainer fail; and what queues before a slow scorer is in
+        flight, so that queue is no longer than the two batches. Of what is in flight
+        the filter keeps `kept_share`: for what the trainer takes that much more has to be under way.
         store_cap: what is in flight plus what the store has room for at worst-case size.
         """
-        kv_cap = max(n, kv_slots + math.ceil(kv_slots * 0.25))  # a sample is the least there can be
+        kv_cap = max(n, kv_slots + math.ceil(kv_slots * AHEAD)) + aside  # a sample is the least there can be
         staleness_cap = in_flight + admissible_samples * n
         store_cap = in_flight + (store_free_bytes // max(1, sample_bytes)) * n
-        if self.batch_period_s.value is None or self.in_flight_s.value is None:
+        demand, working_s = self.demand(), self.working_s
+        if demand is None or working_s is None:
             demand_cap = max(kv_cap, 2 * self.batch_trajectories)
         else:
-            per_s = self.batch_trajectories / max(1e-6, self.batch_period_s.value)
-            wanted = math.ceil(per_s * self.in_flight_s.value) + max(n, 2 * self.batch_trajectories - ready)
-            demand_cap = math.ceil(wanted / max(LEAST_KEPT, kept_share))
+            per_s, _ = demand
+            wanted = math.ceil(per_s * working_s) + 2 * self.batch_trajectories - ready
+            demand_cap = max(n, math.ceil(wanted / max(LEAST_KEPT, kept_share)))
         caps = Caps(kv_cap, staleness_cap, demand_cap, store_cap)
         named = {"kv": kv_cap, "staleness": staleness_cap, "demand": demand_cap, "store": store_cap}
         binding = min(named, key=lambda name: named[name])

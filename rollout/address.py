@@ -57,15 +57,26 @@ def _can_be_asked(host: str) -> bool:
     return NAME.fullmatch(host) is not None
 
 
+def bare_host(url: str) -> str:
+    """HOST or HOST:PORT of what was written as a URL."""
+    return url.partition("://")[2].partition("/")[0] or url.partition("/")[0]
+
+
+def _folded(host: str) -> str:
+    return "127.0.0.1" if host == "localhost" else host
+
+
 def allowed_host(url: str, hosts: list[str]) -> None:
     """`hosts` are names or addresses, with a port or without; *.name stands for every host below. Raises NotAllowed."""
     parts = urlsplit(checked_url(url))
-    host = parts.hostname or ""
+    host = _folded(parts.hostname or "")
     for pattern in hosts:
         name, _, port = pattern.rpartition(":") if pattern.count(":") == 1 or "]:" in pattern else (pattern, "", "")
-        name = name.strip("[]").lower()
+        name = _folded(name.strip("[]").lower())
         fits = host.endswith(name[1:]) if name.startswith("*.") else host == name
         if fits and (not port or str(parts.port or USUAL_PORTS[parts.scheme]) == port):
             return
     allowed = ", ".join(hosts) or "none"
-    raise NotAllowed(f"engines may not be added at {parts.netloc}: service.engine_hosts allows {allowed}; add it there and start again")
+    raise NotAllowed(
+        f"engines may not be added at {parts.netloc}: service.engine_hosts allows {allowed}; add {parts.hostname} there and start again"
+    )

@@ -10,7 +10,9 @@ import base64
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
+from errno import ECONNREFUSED
 from http.cookiejar import CookieJar, DefaultCookiePolicy
+from socket import gaierror
 from types import TracebackType
 from typing import Any, Literal, Self
 from urllib.parse import urlsplit
@@ -150,6 +152,13 @@ class EngineClient:
             raise self._broken(error) from error
 
     def _broken(self, error: BaseException) -> EngineError:
+        cause: BaseException | None = error
+        while cause is not None:
+            if isinstance(cause, ConnectionRefusedError) or getattr(cause, "errno", None) == ECONNREFUSED:
+                return EngineError("infrastructure", f"connection refused: nothing listens at {self.url}")
+            if isinstance(cause, gaierror):
+                return EngineError("infrastructure", f"{self.url}: no address is known for this name ({cause.strerror})")
+            cause = cause.__cause__ or cause.__context__
         return EngineError("infrastructure", f"{self.url}: connection failed ({type(error).__name__} {error})")
 
     async def score_sequence(self, input_ids: Sequence[int], *, deadline_s: float = CONTROL_S) -> list[float]:

@@ -92,6 +92,7 @@ class EnginePool:
         slot.capabilities = capabilities
         slot.pid = pid
         self.slots[engine_id] = slot
+        self.absent.pop(engine_id, None)
         return slot
 
     def clock(self) -> float:
@@ -107,6 +108,7 @@ class EnginePool:
             raise ValueError(f"engine {slot.engine_id} is life {slot.life}, but {verified} was verified on another one")
         slot._go("open", f"serves {verified}")
         slot.verified = verified
+        slot.was_open = True
         self._look_at_gates()
         self._hand_out()
 
@@ -228,6 +230,7 @@ class EnginePool:
         for slot in slots:
             states[f"headrace_rollout_engines_{slot.state}_count"] += 1
         return states | {
+            "headrace_rollout_engines_absent_count": float(len(self.absent)),
             "headrace_rollout_requests_open_count": float(sum(slot.open_requests for slot in slots)),
             "headrace_rollout_requests_waiting_count": float(len(self._waiters)),
             "headrace_rollout_requests_preferring_total": float(self._preferring),

@@ -40,7 +40,12 @@ class EngineSlot:
         self.capacity = capacity
         self.state: State = "starting"
         self.reason = "registered, not verified yet"
+        self.since_s = monotonic()  # in this state, by the pool's clock
+        self._idle_since_s: float | None = self.since_s
         self.verified: Version | None = None
+        self.was_open = False  # some push of this life was verified
+        self.weights_sent = False
+        self.push_error: Exception | None = None  # of the last push that failed
         self.capabilities: Capabilities | None = None  # None where nobody asked
         self.pid: int | None = None  # of its first process; None where another started it
         self.load: Load | None = None  # its last report
@@ -76,6 +81,14 @@ class EngineSlot:
         """For how long, with requests open and the gate not shut, the engine has said nothing. Time without requests does not count, and
         does not wipe it out either: a request that gave up proves nothing in the engine's favour."""
         return self._silent.elapsed_s()
+
+    def state_s(self) -> float:
+        """For how long it is in its state."""
+        return self._monotonic() - self.since_s
+
+    def idle_s(self) -> float:
+        """For how long it has had no request; 0 while it has one."""
+        return 0.0 if self._idle_since_s is None else self._monotonic() - self._idle_since_s
 
     def heard(self) -> None:
         """A token or an answer came from the engine, to whichever request."""
@@ -136,12 +149,14 @@ class EngineSlot:
         self.open_requests += 1
         self.served_requests += 1
         self._most_open = max(self._most_open, self.open_requests)
+        self._idle_since_s = None
         self._empty.clear()
         self._run_clocks()
 
     def _give_back(self) -> None:
         self.open_requests -= 1
         if not self.open_requests:
+            self._idle_since_s = self._monotonic()
             self._empty.set()
         self._run_clocks()
 
@@ -153,6 +168,7 @@ class EngineSlot:
             raise ValueError(f"engine {self.engine_id} cannot go from {self.state} ({self.reason}) to {state} ({reason})")
         self.state = state
         self.reason = reason
+        self.since_s = self._monotonic()
         self._run_clocks()
         if state == "gone":
             for limit in self._limits:

@@ -25,8 +25,13 @@ class Generate(Protocol):
         """The finished answer (stop or length) to these tokens."""
 
 
+class WorkflowFailed(Exception):
+    """Its environment broke, or a tool of it: no trajectory came of this, however many turns there were. The text is the reason."""
+
+
 class Workflow(Protocol):
-    async def __call__(self, task: Task, generate: Generate) -> Trajectory: ...
+    async def __call__(self, task: Task, generate: Generate) -> Trajectory:
+        """The whole trajectory. Raises WorkflowFailed; a trajectory that ended in the middle is never returned as if it were one."""
 
 
 async def single_turn(task: Task, generate: Generate) -> Trajectory:

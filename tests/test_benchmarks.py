@@ -7,8 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
-from benchmarks import client
+from benchmarks import client, policies
+from benchmarks.bound import FULL, MEAN_TOKENS, Case, Scale, facts_of, measure, modelled, tokens_of, with_lags
 from benchmarks.overlap import CONFIG, settings_of
 from benchmarks.push import Model, Shape
 from benchmarks.trainer import BUDGET_TOKENS, Rows, planned, trace_rows
@@ -23,7 +25,10 @@ def test_the_configuration_of_the_overlap_benchmark_is_accepted(tmp_path, bound)
     assert config.staleness.bound == bound and config.stop.batches == 40
 
 
-@pytest.mark.parametrize("name", ["client", "ledger", "overlap", "push", "recovery", "scale", "start", "switch", "trainer", "worth"])
+@pytest.mark.parametrize(
+    "name",
+    ["bound", "client", "driver", "ledger", "overlap", "push", "recovery", "scale", "start", "switch", "trainer", "worth"],
+)
 def test_every_benchmark_knows_quick_and_json(name):
     root = Path(__file__).parents[1]
     env = {**os.environ, "PYTHONPATH": str(root)}
@@ -72,3 +77,40 @@ def test_padded_rows_are_the_packed_ones_with_masked_tokens_up_to_the_longest_of
         with store.open(theirs.rollout.ref()) as short, EmbeddedStore(tmp_path / "other").open(mine.rollout.ref()) as long:
             assert long["input_ids"][: theirs.length].tolist() == short["input_ids"].tolist()
             assert long["response_mask"].sum() == short["response_mask"].sum() > 0
+
+
+@pytest.mark.parametrize("trace", ["mild", "heavy"])
+def test_policies_of_others_give_the_known_figures_in_the_model(trace):
+    """Within what few batches scatter; the windowed one is 0.72 on the heavy trace where it is known from, and a little more here."""
+    facts = facts_of(trace, FULL)
+    known = {"mild": (0.16, 0.19, 0.47, 0.74, 0.88, 0.91), "heavy": (0.16, 0.19, 0.33, 0.72, 0.72, 0.72)}[trace]
+    found = (
+        policies.sync(facts, 60),
+        policies.one_step_off(facts, 60),
+        policies.group_slots(facts, 7, 60),
+        policies.windowed_fifo(facts, 5, 60),
+        policies.dropping(facts, 3, 60),
+        policies.partial(facts, 3, 60),
+    )
+    assert [one.fraction for one in found] == pytest.approx(known, abs=0.06)
+    assert all(one.wasted > 0.04 for one in found[4:]) and not any(one.wasted for one in found[:4])
+    assert found[4].staleness_max <= 3 and found[5].staleness_max <= 3
+
+
+@pytest.mark.parametrize("trace", ["mild", "heavy"])
+def test_the_trace_is_scaled_in_whole_chunks_and_keeps_its_shape(trace):
+    tokens = tokens_of(trace)
+    assert {count % 4 for count in tokens} == {0} and min(tokens) == 4
+    assert sum(tokens) / len(tokens) == pytest.approx(MEAN_TOKENS, rel=0.02) and max(tokens) < 640
+    assert facts_of(trace, FULL).mean_s == pytest.approx(FULL.mean_s)
+
+
+@pytest.mark.slow
+def test_A3_L1_a_case_of_the_bound_is_measured_by_a_real_service_that_wastes_nothing():
+    tiny = Scale(16, 2, 0.5, 2, lambda bound: 6)
+    found = measure(Case("mild", 2), tiny, Console())
+    assert 0 < found.fraction < 1.2 and found.staleness_max <= 2
+    assert (found.discarded, found.wasted, found.batches) == (0, 0.0, 6)
+    facts = facts_of("mild", tiny)
+    assert found.training_s >= facts.tau_s and found.pause_s > 0 and found.score_s > 0
+    assert modelled(with_lags(facts, found), 2, 30).fraction <= modelled(facts, 2, 30).fraction

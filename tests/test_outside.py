@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,7 +26,8 @@ BASE = Path(__file__).parents[1] / "examples/sort_digits/base"
 class Engine:
     """An embedded engine of somebody else's, always at the same address."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, model: Path = BASE) -> None:
+        self.model = model
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.id = f"127.0.0.1:{self.port}"
@@ -32,7 +35,7 @@ class Engine:
         self.start()
 
     def start(self) -> None:
-        flags = ["--model-path", BASE, "--port", self.port, "--context-length", "256", "--stream-interval", "4"]
+        flags = ["--model-path", self.model, "--port", self.port, "--context-length", "256", "--stream-interval", "4"]
         argv = [sys.executable, "-I", "-S", "-c", CHILD, str(os.getpid()), sys.executable, "-P", "-m", "rollout.engine", *map(str, flags)]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(argv, stdout=log, stderr=log, start_new_session=True)
@@ -46,11 +49,11 @@ class Engine:
 
 
 @pytest.fixture
-def engines(tmp_path) -> Iterator[Callable[[], Engine]]:
+def engines(tmp_path) -> Iterator[Callable[..., Engine]]:
     started: list[Engine] = []
 
-    def start() -> Engine:
-        started.append(Engine(tmp_path))
+    def start(model: Path = BASE) -> Engine:
+        started.append(Engine(tmp_path, model))
         return started[-1]
 
     yield start
@@ -66,8 +69,12 @@ def service(tmp_path) -> Iterator[ServiceUnderTest]:
     found.close()
 
 
+def shown(service: ServiceUnderTest, engine: Engine) -> dict[str, Any]:
+    return next((one for one in service.run("/engines") if one["engine_id"] == engine.id), {"state": "absent"})
+
+
 def state(service: ServiceUnderTest, engine: Engine) -> str:
-    return next((one["state"] for one in service.run("/engines") if one["engine_id"] == engine.id), "absent")
+    return str(shown(service, engine)["state"])
 
 
 def unpaused(engine: Engine) -> bool:
@@ -88,7 +95,7 @@ def test_E8_E16_engines_of_somebody_else_are_used_added_removed_and_known_by_the
 
     # Killed and back at the same address: no request before a whole push.
     first.kill()
-    service.wait(lambda _: state(service, first) == "absent", "it is noticed")
+    service.wait(lambda _: state(service, first) == "away", "it is noticed")
     first.start()
     service.wait(lambda s: state(service, first) == "open" and s["trained_version"] >= version + 2, "it is back")
     (found,) = [one for one in service.run("/engines") if one["engine_id"] == first.id]
@@ -121,7 +128,7 @@ def test_E8_no_trajectory_is_discarded_with_the_only_engine(service, engines):
         only.process.send_signal(signal.SIGCONT)
         time.sleep(0.05)
     only.kill()
-    service.wait(lambda _: state(service, only) == "absent", "it is noticed")
+    service.wait(lambda _: state(service, only) == "away", "it is noticed")
     only.start()
     version = service.run()["trained_version"]
     service.wait(lambda s: s["trained_version"] >= version + 2, "it is back")
@@ -134,7 +141,7 @@ def test_a_run_waits_for_its_engines_in_words_and_refuses_other_addresses(servic
     url = f"http://127.0.0.1:{free_port()}"
     service.up(f"rollout.engine_urls=[{url}]", "stop.batches=2", "service.engine_hosts=[127.0.0.1]")
     service.submit()
-    service.wait(lambda s: "connection failed" in s["why"].get("rollout", {}).get("reason", ""), "the reason")
+    service.wait(lambda s: f"connection refused: nothing listens at {url}" in s["why"].get("rollout", {}).get("reason", ""), "the reason")
     for other, words in (
         ("http://10.0.0.1:1", "service.engine_hosts allows 127.0.0.1"),
         ("file:///etc/passwd", "not the address of an engine"),
@@ -145,7 +152,8 @@ def test_a_run_waits_for_its_engines_in_words_and_refuses_other_addresses(servic
         assert reply.status_code == 400 and words in reply.json()["error"]["message"], reply.text
     # Added ones are remembered over a restart of the driver.
     engine = engines()
-    assert service.http.post(f"{service.url}/v1/runs/sort-digits/engines", json={"url": engine.url}).status_code == 201
+    reply = service.http.post(f"{service.url}/v1/runs/sort-digits/engines", json={"url": engine.url})
+    assert reply.status_code == 201 and reply.json()["state"] in ("starting", "shut", "open", "away"), reply.text
     service.kill()
     service.up(f"rollout.engine_urls=[{url}]", "stop.batches=2")
     status = service.wait(lambda s: s["state"] == "finished", "the end")
@@ -170,3 +178,65 @@ def test_L3_a_driver_that_ends_in_a_push_leaves_no_engine_paused(service, engine
     assert unpaused(engine)
     said = engine.ask("/model_info")["weight_version"]
     assert said == "unfinished" or said.startswith("sort-digits/0/"), said
+
+
+def test_L3_a_driver_that_is_told_to_end_at_once_leaves_no_engine_paused(service, engines):
+    engine = engines()
+    service.up(f"rollout.engine_urls=[{engine.url}]", "stop.batches=200", "push.deadline_s=30")
+    service.submit()
+    service.wait(lambda s: s["trained_version"] >= 1, "a batch")
+    until = time.monotonic() + 60
+    while state(service, engine) != "shut":
+        assert time.monotonic() < until
+        time.sleep(0.002)
+    engine.process.send_signal(signal.SIGSTOP)  # so that the end falls into the push
+    assert service.process is not None
+    service.process.send_signal(signal.SIGTERM)
+    while "once more (Ctrl-C) ends at once" not in service.log():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    service.process.send_signal(signal.SIGTERM)
+    time.sleep(0.2)
+    engine.process.send_signal(signal.SIGCONT)
+    assert service.process.wait(60) == 130
+    assert "may be left paused" in service.log() or unpaused(engine)
+    assert "may be left paused" not in service.log(), "it answered within the two seconds"
+
+
+def test_E10_a_model_of_other_sizes_is_named_before_anything_is_sent_and_the_other_engine_serves(service, engines, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(BASE, other)
+    facts = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(facts | {"num_hidden_layers": facts["num_hidden_layers"] - 1}))
+    sound, wrong = engines(), engines(other)
+    service.up(f"rollout.engine_urls=[{sound.url},{wrong.url}]", "stop.batches=3")
+    service.submit()
+    status = service.wait(lambda s: s["alarms"] and s["trained_version"] >= 1, "the alarm")
+    assert "another model than model.path" in status["alarms"][0] and f"start it with --model-path {BASE}" in status["alarms"][0]
+    assert any(wrong.id in words for words in status["engines_out_of_use"])
+    assert wrong.ask("/model_info")["weight_version"] == "default", "no call of a push has reached it"
+
+
+def test_E8_an_engine_serves_one_run_and_the_other_says_whose_it_is(service, engines, tmp_path):
+    engine, own = engines(), engines()
+    service.up(f"rollout.engine_urls=[{engine.url}]", "stop.batches=400")
+    service.submit()
+    service.wait(lambda s: s["trained_version"] >= 2, "two batches")
+    (tmp_path / "b").mkdir()
+    second = ServiceUnderTest(tmp_path / "b" / "run", *service.settings, "run_id=other")
+    try:
+        second.up(f"rollout.engine_urls=[{engine.url},{own.url}]", "stop.batches=400")
+        until = time.monotonic() + 60
+        words = f"{engine.id}: it serves run sort-digits, and an engine serves one run"
+        while not any(words in alarm for alarm in second.get("/v1/runs/other")["alarms"]):
+            assert time.monotonic() < until, second.log()
+            time.sleep(0.1)
+        version = service.run()["trained_version"]
+        service.wait(lambda s: s["trained_version"] >= version + 2, "the first run goes on")
+        assert service.terminate() == 0
+        while next(one["state"] for one in second.get("/v1/runs/other/engines") if one["engine_id"] == engine.id) != "open":
+            assert time.monotonic() < until + 120, second.log()
+            time.sleep(0.1)
+        assert "pushes to it" not in service.log() and "serves run other" not in service.log()
+    finally:
+        second.close()

@@ -21,6 +21,8 @@ from driver.events import (
     BatchAssembled,
     BatchUnmade,
     EpochBegan,
+    EvaluationBegan,
+    EvaluationEnded,
     Leaf,
     RowsLost,
     SampleDiscarded,
@@ -107,6 +109,7 @@ class World:
         self.life = 0  # of the trainer
         self.pushing = False
         self.hold: Hold | None = None
+        self.walked = 0  # rows of the input
         self.changed = True  # since the last look for a batch
         self.timer: float | None = None
         self.meter = Meter(self.window_versions)
@@ -172,13 +175,13 @@ class World:
 
     @property
     def _exhausted(self) -> bool:
-        return self.rows is not None and self.ledger.next_uid >= self.rows
+        return self.rows is not None and self.walked >= self.rows
 
     def apply(self, event: Any) -> None:
         self.ledger.apply(event)
         # Whether one more trajectory of an unfinished sample is ready makes no batch in strict, and looking takes long.
         self.changed |= self.preset.name != "strict" or not isinstance(event, TrajectoryReady | SampleRegistered)
-        for sample in self.ledger.just_over:
+        for sample in (s for s in self.ledger.just_over if not s.evaluation):
             ends = [
                 End(t.outcome or "", self.tokens.pop(t.traj_uid, None), t.reward, None if t.reason is None else kind_of(t.reason))
                 for t in sample.trajectories
@@ -207,15 +210,16 @@ class World:
             SampleRegistered(
                 uid=uid,
                 segment=0,
-                row_index=uid,
+                row_index=self.walked,
                 pass_index=0,
-                position=uid,
+                position=self.walked,
                 version_tag=ledger.serving_version,
                 deadline_batch=deadline,
                 n=self.preset.n,
                 time=self.now,
             )
         )
+        self.walked += 1
         self.queue.extend((ledger.samples[uid], index) for index in range(self.preset.n))
         return True
 
@@ -383,14 +387,21 @@ class World:
             self.queue.appendleft((self.ledger.samples[trajectory.uid], trajectory.index))
 
     def evaluate(self) -> None:
-        """Evaluation traffic takes slots for a while, and is in no invariant."""
-        taken = self.dice.randint(0, self.free)
+        """Evaluation traffic takes slots for a while, and is in no bound."""
+        ledger = self.ledger
+        if any(ledger.evaluated()):
+            return
+        taken, first_uid, version = self.dice.randint(0, self.free), ledger.next_uid, ledger.serving_version
         self.free -= taken
+        self.apply(EvaluationBegan(first_uid=first_uid, rows=2, n=1, version=version, time=self.now))
 
-        def give_back() -> None:
+        def ended() -> None:
             self.free += taken
+            if any(sample.uid == first_uid for sample in ledger.evaluated()):  # or the driver was restarted meanwhile
+                rewards, failed = ((0, 0, 1.0),), ((1, 0, "evaluation: scripted"),)
+                self.apply(EvaluationEnded(first_uid=first_uid, rewards=rewards, failed=failed, time=self.now))
 
-        self.at(self.unit_s, give_back)
+        self.at(self.unit_s, ended)
 
     def lose_trainer(self) -> None:
         """It comes back at its last checkpoint, and gets the batches after it again."""
@@ -422,6 +433,8 @@ class World:
             self._leave_slot(traj_uid)
         self.queue.clear()
         self.hold = None
+        for sample in list(self.ledger.evaluated()):
+            self.apply(SampleDiscarded(uid=sample.uid, reason="evaluation: the driver was restarted", time=self.now))
         for sample in list(self.ledger.live()):
             self.queue.extend((sample, t.index) for t in sample.in_state(RUNNING))
             self.settle(sample)

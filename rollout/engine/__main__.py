@@ -110,9 +110,9 @@ async def serve(settings: Settings, config: ModelConfig, listener: socket.socket
         engine = Engine(settings, config)
         server = Server(engine)
         handle = server.handle if script is None else with_faults(server, script, settings)
+        engine.start()
     except ValueError as error:
         fail(str(error))
-    engine.start()
     asked_to_end = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, asked_to_end.set)

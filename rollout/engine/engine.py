@@ -63,7 +63,7 @@ class Engine:
         self._text = None if settings.skip_tokenizer_init else open_text(settings.model_path)
         model = Model(config, TORCH_DTYPES[settings.dtype], self.context_length)
         load_checkpoint(model, settings.model_path)
-        scheduler, control = (Scheduler, Control) if settings.paced is None else _paced()
+        scheduler, control = (Scheduler, Control) if settings.paced is None else _paced(settings)
         self.scheduler = scheduler(model, settings, self.context_length, self._text, self._announce, self._loop_failed)
         self.control = control(self.scheduler)
         self.groups = Groups()
@@ -253,10 +253,10 @@ class Engine:
         self.weight_version = version
 
 
-def _paced() -> tuple[type[Scheduler], type[Control]]:
+def _paced(settings: Settings) -> tuple[type[Scheduler], type[Control]]:
     from rollout.engine.paced import PacedControl, PacedScheduler
 
-    return PacedScheduler, PacedControl
+    return PacedScheduler, Control if settings.paced_pushes else PacedControl
 
 
 def _wake(requests: list[Request]) -> None:

@@ -47,6 +47,7 @@ def server_info(engine: Engine) -> dict[str, Any]:
     flags = asdict(settings) | {
         "model_path": str(settings.model_path),
         "faults": None if settings.faults is None else str(settings.faults),
+        "paced_lengths": None if settings.paced_lengths is None else str(settings.paced_lengths),
         "api_key": bool(settings.api_key),
         "admin_api_key": bool(settings.admin_api_key),
     }

@@ -6,7 +6,10 @@ the rate is what was asked for; an answer ends by its length alone. Requests, st
 There is no loop thread. Steps run in the server's event loop, each after the chunks of the one before are written, so an engine that is
 behind is slower and its chunks stay as long as they were: what a client has to do does not depend on the load.
 
-What would need numbers is refused, in words: weights, checksums, log-probs of a prompt. A push of a run fails at its first bucket.
+What would need numbers is refused, in words: weights, checksums, log-probs of a prompt. A push of a run fails at its first bucket. With
+`--paced-pushes` it passes, for benchmarks of a whole run: weights are copied and compared as by any engine, nothing computes with them,
+and the log-probs of a prompt are a constant that the benchmark's trainer knows. With `--paced-lengths` answers have the lengths of a trace,
+drawn anew for each request: one that goes on elsewhere after a failure draws again.
 """
 
 from __future__ import annotations
@@ -15,13 +18,17 @@ import asyncio
 import logging
 import random
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from dataclasses import replace
+from itertools import chain, repeat
+from pathlib import Path
 from typing import Any, TypeVar
 
 from rollout.engine.control import Control
-from rollout.engine.request import LogProb, Request, finish_aborted_running, finish_failed, finish_length
+from rollout.engine.request import LogProb, Request, finish_aborted_running, finish_failed, finish_length, finish_stop
 from rollout.engine.scheduler import Scheduler
+from rollout.engine.settings import PACED_LOG_PROB
 
 log = logging.getLogger(__name__)
 
@@ -48,9 +55,12 @@ class PacedScheduler(Scheduler):
         tokens = made.choices(possible, k=TABLE_TOKENS)
         # Twice, so that a slice that starts inside never has to wrap around.
         self._tokens = tokens * 2
+        self._lengths = _draws(settings.paced_lengths, settings.random_seed)
+        self._drawn: set[str] = set()  # requests that end by a drawn length
         self._pairs: list[LogProb] = [[-made.expovariate(1.0), token, None] for token in tokens] * 2
         self._work = asyncio.Event()
-        self._published_s = 0.0
+        self._published_s = self._paused_at_s = 0.0
+        self._due_s = asyncio.get_running_loop().time()  # of the next step
         self._task = asyncio.get_running_loop().create_task(self._steps(), name="paced")
         self._task.add_done_callback(self._ended)
 
@@ -59,9 +69,19 @@ class PacedScheduler(Scheduler):
 
     def submit(self, request: Request) -> None:
         if request.wants_input_logprobs:
-            request.end(finish_failed(COMPUTES_NOTHING, 400))
+            if self.settings.paced_pushes:
+                known = request.input_ids[request.logprob_start_len :]
+                request.input_logprobs = [[PACED_LOG_PROB if at else None, token, None] for at, token in enumerate(known)]
+                request.end(finish_length(0))
+            else:
+                request.end(finish_failed(COMPUTES_NOTHING, 400))
             self._deliver([request])
             return
+        if self._lengths is not None:
+            drawn = next(self._lengths)
+            if drawn < request.sampling.max_new_tokens:
+                request.sampling = replace(request.sampling, max_new_tokens=drawn)
+                self._drawn.add(request.rid)
         self._accept(request)
         self._work.set()
 
@@ -70,29 +90,36 @@ class PacedScheduler(Scheduler):
 
     def call(self, action: Callable[[], T]) -> Future[T]:
         future: Future[T] = Future()
+        was_paused, now_s = self.paused, asyncio.get_running_loop().time()
         try:
             future.set_result(action())
         except Exception as error:  # it belongs to the caller
             future.set_exception(error)
+        if self.paused and not was_paused:
+            self._paused_at_s = now_s
+        elif was_paused and not self.paused:
+            self._due_s += now_s - self._paused_at_s  # a step that was under way has all of its time left
         self._work.set()
         return future
 
     async def _steps(self) -> None:
         """Consumes requests; waits for the next step's time, or for a request while there is none or in a pause."""
         loop = asyncio.get_running_loop()
-        due_s = loop.time()
         while True:
             if self.paused or self.is_empty:
                 self._publish()
                 self._work.clear()
                 await self._work.wait()
-                due_s = loop.time()
+                if not self.paused:
+                    self._due_s = max(self._due_s, loop.time())
                 continue
+            if self._due_s > loop.time():
+                await asyncio.sleep(self._due_s - loop.time())
+                continue  # a pause may have begun meanwhile
             self._turn()
             for _ in range(ROUNDS_TO_WRITE):
                 await asyncio.sleep(0)
-            due_s = max(due_s + self._step_s + self.forward_sleep_s, loop.time())
-            await asyncio.sleep(due_s - loop.time())
+            self._due_s = max(self._due_s + self._step_s + self.forward_sleep_s, loop.time())
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled():
@@ -143,7 +170,36 @@ class PacedScheduler(Scheduler):
             self.generated_tokens += count
         if request.aborting:
             return finish_aborted_running()
-        return finish_length(most) if had + count >= most else None
+        if had + count < most:
+            return None
+        if request.rid not in self._drawn:
+            return finish_length(most)
+        self._drawn.discard(request.rid)
+        return self._ends_by_itself(request)
+
+    def _ends_by_itself(self, request: Request) -> dict[str, Any]:
+        """It ends by itself, with a token that says so."""
+        eos = min(self.model.config.eos_ids, default=None)
+        if eos is None:
+            return finish_length(len(request.output_ids))
+        request.output_ids[-1] = eos
+        if request.return_logprob:
+            request.output_logprobs[-1] = [request.output_logprobs[-1][0], eos, None]
+        return finish_stop(eos)
+
+
+def _draws(path: Path | None, seed: int) -> Iterator[int] | None:
+    """Lengths of answers for ever. ValueError, in words, for a file that has none."""
+    if path is None:
+        return None
+    try:
+        lengths = [int(line) for line in path.read_text().split()]
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--paced-lengths {path}: {error}; it holds one whole number a line") from None
+    if not lengths or min(lengths) < 1:
+        raise ValueError(f"--paced-lengths {path}: it needs at least one line, and each must be 1 or more")
+    made = random.Random(seed)
+    return chain.from_iterable(made.choices(lengths, k=1024) for _ in repeat(None))
 
 
 class PacedControl(Control):

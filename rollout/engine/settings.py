@@ -10,6 +10,7 @@ from pathlib import Path
 # What SGLang 0.5.23 does when deterministic inference is on and a request names no seed.
 DEFAULT_SEED = 42
 MAX_THREADS = 256
+PACED_LOG_PROB = -1.0  # of every token of a prompt, with --paced-pushes
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,8 @@ class Settings:
     dtype: str = "float32"
     log_level: str = "info"
     paced: float | None = None
+    paced_lengths: Path | None = None
+    paced_pushes: bool = False
     slow_step: float = 0.0
     faults: Path | None = None
     allow_faults: bool = False
@@ -81,11 +84,25 @@ def parse_flags(arguments: list[str]) -> Settings:
         help="for benchmarks of clients: compute nothing, and give every request made-up tokens at this rate (rollout/engine/paced.py)",
     )
     parser.add_argument(
+        "--paced-lengths",
+        type=Path,
+        metavar="FILE",
+        help="with --paced: answers end after so many tokens, drawn from these lines by --random-seed (max_new_tokens at most)",
+    )
+    parser.add_argument(
+        "--paced-pushes",
+        action="store_true",
+        help=f"with --paced: weights are taken and compared like any engine's, and every prompt token has the log-prob {PACED_LOG_PROB:g}",
+    )
+    parser.add_argument(
         "--slow-step", type=_seconds, default=default.slow_step, metavar="SECONDS", help="for tests and benchmarks: sleep in every step"
     )
     parser.add_argument("--faults", type=Path, metavar="FILE", help="for tests: fail as this JSON script says (rollout/engine/faults.py)")
     parser.add_argument("--allow-faults", action="store_true", help="for tests: POST /faults replaces the script of a running engine")
-    return Settings(**vars(parser.parse_args(arguments)))
+    settings = Settings(**vars(parser.parse_args(arguments)))
+    if settings.paced is None and (settings.paced_lengths is not None or settings.paced_pushes):
+        parser.error("--paced-lengths and --paced-pushes are for an engine that runs with --paced TOKENS_PER_S")
+    return settings
 
 
 def _rate(text: str) -> float:

@@ -39,6 +39,8 @@ def located(spec: SglangSpec, base: Path) -> SglangSpec:
     found = version_of(python)
     if version_numbers(found) < SESSIONS_SINCE:
         raise ValueError(f"{python} has sglang {found}; Headrace needs {OLDEST} or newer (tried: {TRIED}); `make sglang` installs it")
+    if spec.device == "cuda" and not has_cuda_device():
+        raise ValueError("device is cuda, and this machine has no NVIDIA device: set it to cpu, or to auto")
     device = spec.device if spec.device != "auto" else ("cuda" if has_cuda_device() else "cpu")
     return spec.model_copy(update={"python": python, "device": device})
 

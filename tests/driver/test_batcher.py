@@ -90,7 +90,7 @@ def test_V2_a_sample_that_finished_at_once_still_ages_in_ready():
 def test_V3_a_batch_is_held_for_the_straggler_that_could_not_wait_and_says_so():
     candidates = [Candidate(0, 3, False), Candidate(1, 3, True), Candidate(2, 3, True)]
     choice = choose(candidates, 3, 2)
-    assert choice.uids is None and choice.blocking_uid == 0
+    assert choice.uids is None and choice.blocking_uid == 0 and choice.kind == "held"
     assert "sample 0" in choice.reason and "batch 3" in choice.reason
     # With one batch more to go the others may pass it.
     assert choose([Candidate(0, 4, False), *candidates[1:]], 3, 2).uids == (1, 2)

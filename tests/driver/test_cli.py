@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import socket
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from driver import commands_engines
 from driver.cli import app
+from driver.terminal import Service
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "examples/sort_digits/config.yaml"
@@ -111,3 +116,64 @@ def test_folders_of_the_users_named_like_ours_do_not_shadow_us(tmp_path):
     env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     done = subprocess.run([script, "config", "check", str(CONFIG)], cwd=tmp_path, capture_output=True, text=True, timeout=60, env=env)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_page_that_is_no_service_of_ours_is_not_printed():
+    class Page(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(404)
+            self.send_header("content-type", "text/html")
+            self.end_headers()
+            self.wfile.write(b"<html><body>hello</body></html>")
+
+        def log_message(self, *_):
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Page) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        done = run("status", "--url", f"http://127.0.0.1:{server.server_port}")
+        server.shutdown()
+    said = done.output + getattr(done, "stderr", "")
+    assert done.exit_code == 1 and "not the address of a Headrace service" in said and "<html>" not in said
+
+
+ENGINE = {"url": "", "capabilities": None, "incarnation": 1, "elsewhere": True, "state_s": 12.4, "open_requests": 0, "capacity": 0}
+
+
+def test_engines_are_listed_with_what_is_wrong_and_ids_are_whole(monkeypatch):
+    away = ENGINE | {"engine_id": "10.0.0.5:30000", "state": "away", "reason": "connection refused: [none]", "version": None}
+    served = ENGINE | {
+        "engine_id": "engine-0",
+        "state": "open",
+        "reason": "serves it",
+        "version": "r/0/3/1",
+        "capacity": 8,
+        "open_requests": 2,
+    }
+    item = {name: "x" * 9 for name in ("state", "outcome", "reward", "version_tag", "batch_id", "attempts")}
+    page = {"items": [item | {"traj_uid": "s0000000000000012t0003", "reason": "long " * 80}], "next": None}
+    replies = {"/engines": [away, served], "/trajectories": page}
+    monkeypatch.setattr(Service, "call", lambda _self, _method, path, **_: replies[f"/{path.rpartition('/')[2]}"])
+    lines = run("engines", "--url", "http://x", "--run", "r").output.splitlines()
+    assert [line.split()[:4] for line in lines[1:]] == [["10.0.0.5:30000", "away", "12", "s"], ["engine-0", "open", "12", "s"]]
+    assert "connection refused: [none]" in lines[1] and "r/0/3/1" in lines[2] and "2 of 8" in lines[2] and "serves it" not in lines[2]
+    assert "s0000000000000012t0003" in run("list", "--url", "http://x", "--run", "r").output
+
+
+@pytest.mark.parametrize(("flags", "argv"), [([], ["-P", "-m", "rollout.engine"]), (["--sglang"], ["-P", "-m", "sglang.launch_server"])])
+def test_an_engine_is_started_by_hand_with_the_flags_that_a_run_gives_its_own(monkeypatch, flags, argv):
+    started = []
+    monkeypatch.setattr(commands_engines.os, "execve", lambda *call: started.append(call))
+    monkeypatch.setattr(
+        commands_engines, "located", lambda spec, _: spec.model_copy(update={"python": Path("/sglang/python"), "device": "cpu"})
+    )
+    base = CONFIG.parent / "base"
+    done = run("engine", *flags, "--model-path", str(base), "--port", "30001", "--host", "0.0.0.0", "--", "--api-key", "k")
+    assert done.exit_code == 0, done.output
+    ((_, command, environment),) = started
+    assert command[1:4] == argv and command[-2:] == ["--api-key", "k"]
+    given = {flag: value for flag, value in itertools.pairwise(command) if flag.startswith("--")}
+    assert (given["--host"], given["--port"], given["--context-length"], given["--dtype"]) == ("0.0.0.0", "30001", "256", "float32")
+    assert ("SGLANG_USE_CPU_ENGINE" in environment) == bool(flags)
+    done = run("engine", "--model-path", "/nowhere")
+    assert done.exit_code == 2 and "no Hugging Face checkpoint directory" in done.output + getattr(done, "stderr", "")

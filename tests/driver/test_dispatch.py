@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,14 +17,16 @@ from driver.dispatch import Dispatch
 from driver.feed import Feed
 from driver.ledger import Ledger
 from driver.ledger_db import LedgerDB
+from driver.lost_time import FULL
 from driver.push import Pusher
 from driver.scoring import Scoring
-from driver.turns import GivenUp
+from driver.turns import GivenUp, Pace
 from driver.watermark import Watermark
 from rollout.answer import EngineError, Generation, Prefix, refusal
 from rollout.pool import EnginePool
 from rollout.tokens import TokenizerView
 from rollout.version import Version
+from rollout.workflow import Task, WorkflowFailed
 from store import EmbeddedStore
 from tests.driver.conftest import ready, register
 
@@ -307,7 +309,7 @@ async def test_E14_each_token_is_a_sign_of_life(parts):
         dispatch._pool._monotonic.now += 5
         assert slot.silent_s() == 5
         buffer = dispatch.turns.prefixes.turn(trajectory.traj_uid, 0, [5], 1.0)[0]
-        dispatch.turns._count(trajectory, 0, slot, buffer)([7], [-0.5], VERSION)
+        dispatch.turns._count(trajectory, 0, slot, buffer, Pace(slot.clock))([7], [-0.5], VERSION)
         assert slot.silent_s() == 0
 
 
@@ -329,14 +331,15 @@ async def test_L1_who_waits_for_the_kv_cap_is_told_which_bound_it_was(parts):
     dispatch._store_free_bytes = lambda _: 1 << 40
     dispatch._queue.extend([None] * 100)  # in flight
     told = "reached with 100 in flight; kv binds:"
-    assert dispatch._closed_gate() == f"watermark 8 {told} 4 requests at once on 1 engine by rollout.max_open_requests"
+    words = f"watermark 8 {told} 4 requests at once on 1 engine by rollout.max_open_requests"
+    assert dispatch._closed_gate() == (FULL, words), "engines that are full lose nothing"
     load = {"num_running_reqs": 0, "num_waiting_reqs": 0, "num_used_tokens": 0, "max_total_num_tokens": 96}
     slot = dispatch._pool.slots["engine-0"]
     slot.capacity = 64
     slot.reported({"loads": [load | {"max_running_requests": 32, "token_usage": 0.0}]}, 3.0)
-    assert dispatch._closed_gate() == f"watermark 40 {told} 32 requests at once on 1 engine by the engine's own limit"
+    assert dispatch._closed_gate()[1] == f"watermark 40 {told} 32 requests at once on 1 engine by the engine's own limit"
     dispatch._request_tokens.observe(8.0)
-    assert dispatch._closed_gate() == f"watermark 15 {told} 12 requests at once on 1 engine by KV memory of 96 tokens at a mean of 8"
+    assert dispatch._closed_gate()[1] == f"watermark 15 {told} 12 requests at once on 1 engine by KV memory of 96 tokens at a mean of 8"
 
 
 async def test_in_deterministic_mode_a_retry_keeps_its_seed(parts):
@@ -346,6 +349,107 @@ async def test_in_deterministic_mode_a_retry_keeps_its_seed(parts):
     seeds = {dispatch.turns._sampling(trajectory, 0, 5)["sampling_seed"] for _ in range(2)}
     other = dispatch.turns._sampling(trajectory, 1, 5)["sampling_seed"]
     assert len(seeds) == 1 and other not in seeds and 0 <= other < 2**63
+
+
+async def test_W5_a_workflow_whose_environment_breaks_in_turn_3_is_tried_again_from_its_prompt_and_then_given_up_with_its_reason(parts):
+    dispatch, trajectory, engines = parts
+    asked: list[list[int]] = []
+
+    async def three_turns(task: Task, generate: Any) -> Any:
+        ids = list(task.prompt_ids)
+        for turn in range(3):
+            asked.append(ids)
+            if turn == 2:
+                raise WorkflowFailed("the sandbox is gone")
+            ids = [*ids, *(await generate(ids)).output_ids]
+
+    dispatch._workflow = three_turns
+    engine = ScriptedEngine(*[answer(9, EOS)] * 4)
+    engines(engine)
+    sample = dispatch._core.ledger.samples[0]
+    dispatch._rows[sample.uid] = DataRow(0, "sort 12 =", None, "12", "sort", {})
+    with pytest.raises(GivenUp, match="data: workflow: the sandbox is gone"):
+        await dispatch._to_ready(sample, trajectory, lambda: None)
+    assert [len(ids) - len(asked[0]) for ids in asked] == [0, 2, 4] * 2, "the second try began at the prompt"
+    assert trajectory.data_attempts == 1 and trajectory.state == "running" and not trajectory.leaves, "nothing of it is a row"
+    assert len({rid for _, _, rid in engine.asked}) == 4, "request ids are unique"
+
+
+async def test_a_trajectory_that_lost_a_request_says_nothing_of_how_long_one_takes(parts):
+    """A minute of failing engines would otherwise be the time in flight by which the watermark plans the next."""
+    dispatch, trajectory, engines = parts
+    clean, torn = trajectory, dispatch._core.ledger.samples[0].trajectories[1]
+    engines(ScriptedEngine(answer(9, EOS), lost(7), answer(9, EOS)))
+    measured = dispatch._core.measured
+    for number, (one, lengths) in enumerate([(clean, [2]), (torn, [2])]):
+        made = await dispatch.turns.generate(one, 0, [5])
+        tree = SimpleNamespace(
+            turns=[SimpleNamespace(log_probs=(), token_ids=(5,)), SimpleNamespace(log_probs=(-0.5,), token_ids=(9, EOS))]
+        )
+        dispatch._measure(one, tree, 1.5)
+        assert list(measured.lengths) == lengths, number
+        assert made.output_ids[-1] == EOS
+    assert measured.engine_s.count == 1 and measured.aside_s.value == pytest.approx(1.5, abs=0.4), "all the rest was between its requests"
+    for one in (clean, torn):
+        dispatch._core.ledger.apply(ready(0, one.index))
+    dispatch.settle(dispatch._core.ledger.samples[0])
+    assert measured.sample_s.value is None, "one of its trajectories is not known"
+
+
+async def test_a_trajectory_that_is_with_its_tools_leaves_its_place_at_the_engines_to_another(parts):
+    dispatch, trajectory, engines = parts
+    seen = []
+
+    class Watched(ScriptedEngine):
+        async def generate(self, *asked: Any, **more: Any) -> Generation:
+            seen.append((dispatch.turns.asking, dispatch._room(), dispatch.turns.asks(trajectory.traj_uid)))
+            return await super().generate(*asked, **more)
+
+    engines(Watched(answer(9, EOS), answer(9, EOS)))
+    dispatch.generating = 3  # this one, and two whose workflows wait for something else
+    dispatch.turns.due(trajectory.traj_uid)
+    assert (dispatch.turns.asking, dispatch._room()) == (1, 3)
+    await dispatch.turns.generate(trajectory, 0, [5])
+    assert (dispatch.turns.asking, dispatch._room()) == (0, 4), "between two turns"
+    await dispatch.turns.generate(trajectory, 1, [5])
+    assert seen == [(1, 3, True)] * 2
+    dispatch.turns.forget(trajectory)
+    assert dispatch.turns.asking == 0
+
+
+@pytest.mark.parametrize(
+    ("sent", "asks", "scores", "words"),
+    [
+        (False, False, False, "not sent yet"),
+        (True, False, True, "at its scorer"),
+        (True, False, False, "about to be sent"),
+        (True, True, False, "waiting for an engine"),
+    ],
+)
+async def test_L1_where_a_trajectory_is_can_be_said(parts, sent, asks, scores, words):
+    dispatch, trajectory, engines = parts
+    engines(ScriptedEngine())
+    if sent:
+        dispatch._tasks[trajectory.traj_uid] = None
+    if scores:
+        dispatch._scoring._since[f"{trajectory.traj_uid}a0000l0000"] = 0.0
+    with dispatch.turns._asks(trajectory.traj_uid) if asks else nullcontext():
+        assert dispatch.place(trajectory.traj_uid) == words
+    if sent and asks:
+        dispatch.turns._took(trajectory, dispatch._pool.slots["engine-0"])
+        assert dispatch.place(trajectory.traj_uid) == "between two turns"
+        with dispatch.turns._asks(trajectory.traj_uid):
+            assert dispatch.place(trajectory.traj_uid) == "on engine-0"
+
+
+def test_how_fast_tokens_come_is_measured_from_the_first_chunk_to_the_last():
+    clock = Clock()
+    pace = Pace(clock)
+    assert pace.decoded == (0, 0.0)
+    for seconds, tokens in ((9.0, 16), (2.0, 16), (1.0, 8)):  # nine seconds in the engine's queue
+        clock.now += seconds
+        pace.came(tokens)
+    assert pace.decoded == (24, 3.0)
 
 
 async def test_W4_an_engine_that_only_answers_500_makes_no_row_and_no_reward(parts):

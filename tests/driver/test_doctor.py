@@ -79,4 +79,4 @@ def test_O5_engines_elsewhere_are_asked_what_they_can_do(tmp_path):
     words = findings[f"engine {engine.proxy.url}"].words
     assert "embedded, as SGLang 0.5.23; tp 1, weights by store" in words and "frees no memory" in words
     assert missing(findings) == [f"engine {nowhere}", "router"]
-    assert "connection failed" in findings[f"engine {nowhere}"].words and "can not be reached" in findings["router"].words
+    assert "connection refused" in findings[f"engine {nowhere}"].words and "can not be reached" in findings["router"].words

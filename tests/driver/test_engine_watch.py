@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import asynccontextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from driver.core import Core
 from driver.engine_watch import EngineWatch
+from driver.lost_time import LostTime
 from rollout.answer import EngineError
 from rollout.pool import EnginePool
 from rollout.version import Version
@@ -52,8 +54,8 @@ class Lab:
     def __init__(self) -> None:
         self.now = 1000.0
         self.pool = EnginePool(lambda: self.now)
-        self.core: Any = SimpleNamespace(waits={})
-        self.core.waiting = lambda side, reason: Core.waiting(self.core, side, reason)
+        self.core: Any = SimpleNamespace(waits={}, lost_time=LostTime())
+        self.core.waiting = partial(Core.waiting, self.core)
         self.replaced: list[tuple[str, str]] = []
         self.watch = EngineWatch(self.core, self.pool, interval_s=0.01, stall_s=STALL_S, replace=self.replace)
 

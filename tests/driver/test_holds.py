@@ -17,7 +17,15 @@ from driver.config import load_config
 from driver.core import Core
 from driver.datasets import DataRow
 from driver.dispatch import Dispatch
-from driver.events import BatchApplied, BatchAssembled, TrajectoryDiscarded, VersionCommitted, VersionServed
+from driver.events import (
+    BatchApplied,
+    BatchAssembled,
+    EvaluationBegan,
+    EvaluationEnded,
+    TrajectoryDiscarded,
+    VersionCommitted,
+    VersionServed,
+)
 from driver.feed import Feed
 from driver.holds import Holds
 from driver.ledger_db import LedgerDB
@@ -287,6 +295,13 @@ async def test_V4_the_meter_hears_of_every_end_with_its_length_and_shows_it_over
     assert missing.status_code == 404 and "windows begin at 0" in missing.json()["error"]["message"]
     assert facts["total"]["sampled"] == 4 and facts["window"] is None and facts["windows"][0]["closed"] is False
     assert [row["name"] for row in facts["total"]["length"]] == ["2 to 2 tokens", "3 to 3 tokens"]
+
+
+async def test_an_evaluation_is_no_part_of_what_the_meter_compares(lab):
+    lab.core.apply(EvaluationBegan(first_uid=0, rows=1, n=1, version=0, time=1.0))
+    assert lab.bias.oldest_version == 0 and lab.core.ledger.settled_samples == 0
+    lab.core.apply(EvaluationEnded(first_uid=0, rewards=((0, 0, 1.0),), failed=(), time=2.0))
+    assert not lab.bias.meter.windows and not lab.core.ledger.samples
 
 
 async def test_V1_at_S_0_nobody_is_registered_for_a_version_that_no_engine_has_and_the_reason_is_told(lab):

@@ -1,10 +1,29 @@
+import time
 from collections import deque
+from pathlib import Path
 from types import SimpleNamespace
 
-from driver.core import Wait
-from driver.observe import alarms, engines, sentence
+from driver.config import load_config
+from driver.core import Core
+from driver.engine_facts import Unused, absent, engines
+from driver.ledger import Ledger
+from driver.ledger_db import LedgerDB
+from driver.lost_time import LostTime
+from driver.observe import alarms, why_history
+from driver.why import Facts, Waiting, sentence
 from rollout.pool import EnginePool
 from rollout.version import Version
+
+NOTHING_ELSE = SimpleNamespace(outside=SimpleNamespace(engines={}, unused=lambda: []), unused_engines=lambda: [])
+
+
+def test_L1_the_sentence_names_an_engine_that_is_away_while_others_serve_and_does_not_say_the_same_twice():
+    away = Unused("10.0.0.5:1", "http://10.0.0.5:1", 0, "away", "connection refused", 12.2)
+    processes = SimpleNamespace(outside=SimpleNamespace(engines={}, unused=lambda: [away]), unused_engines=lambda: [])
+    facts = Facts(absent=absent(SimpleNamespace(pool=EnginePool(), processes=processes)))
+    assert sentence(facts) == "10.0.0.5:1 is away 12 s: connection refused"
+    wait = Waiting("rollout", "engines", "no engine is registered; 10.0.0.5:1: connection refused", 1.0, 1.0)
+    assert sentence(Facts(waits=(wait,), absent=facts.absent)).count("connection refused") == 1
 
 
 def test_H7_batches_that_train_nothing_raise_an_alarm_that_names_the_cause():
@@ -35,7 +54,7 @@ async def test_engines_show_our_requests_their_own_reports_with_their_age_and_ho
     slot.reported({"loads": [rank | {"max_running_requests": 8, "token_usage": 0.25}]}, 3.0)
     async with pool.acquire(1.0, "test", prefer=slot), pool.acquire(1.0, "test", prefer=slot):
         clock.now += 2.5
-        shown, other = engines(SimpleNamespace(pool=pool, pusher=SimpleNamespace(skipped={})))
+        shown, other = engines(SimpleNamespace(pool=pool, pusher=SimpleNamespace(skipped={}), processes=NOTHING_ELSE))
     assert shown["load"] == {
         "running": 6,
         "waiting": 2,
@@ -49,18 +68,27 @@ async def test_engines_show_our_requests_their_own_reports_with_their_age_and_ho
     assert (other["open_requests"], other["preferred_share"], other["load"], other["silent_s"]) == (2, None, None, 2.5)
 
 
-def test_L1_the_sentence_names_an_engine_that_is_being_replaced_whoever_waits_for_it():
-    core = SimpleNamespace(waits={"engine engine-0": Wait("engine-0 is out of use: it hangs", 0.0)})
-    run = SimpleNamespace(core=core, failure=None, state="running")
-    assert "engine-0 is out of use: it hangs" in sentence(run)
-    core.waits["trainer"] = Wait("3 of 4 samples are ready", 0.0)
-    core.waits["rollout"] = Wait("all rows were sent", 0.0)
-    assert sentence(run).endswith("s: 3 of 4 samples are ready; rollout: all rows were sent; engine-0 is out of use: it hangs")
+def test_L1_where_the_time_of_a_run_went_is_told_with_its_newest_waits():
+    core = SimpleNamespace(run_id="run", lost_time=LostTime())
+    core.lost_time.waits("trainer", "samples", "7 of 8 samples are ready", time.monotonic() - 2.0)
+    shown = why_history(SimpleNamespace(core=core))
+    (entry,) = shown["items"]
+    assert (entry["side"], entry["kind"], entry["times"], entry["ended_at"]) == ("trainer", "samples", 1, None)
+    assert entry["seconds"] >= 2.0 and abs(entry["began_at"] - (time.time() - entry["seconds"])) < 0.5
+    assert shown["seconds"]["trainer"]["samples"] >= 2.0
 
 
-def test_H7_the_sentence_names_a_filter_that_takes_everything_whoever_waits_for_it():
-    core = SimpleNamespace(waits={"filter": Wait("the filter took the last 80 samples one after another", 0.0)})
-    run = SimpleNamespace(core=core, failure=None, state="running")
-    assert "the filter took the last 80 samples" in sentence(run)
-    core.waits["trainer"] = Wait("3 of 4 samples are ready", 0.0)
-    assert sentence(run).endswith("s: 3 of 4 samples are ready; the filter took the last 80 samples one after another")
+def test_L1_a_side_waits_since_it_began_whatever_its_reasons_since(tmp_path):
+    db = LedgerDB(tmp_path / "ledger.sqlite")
+    config = load_config(Path(__file__).parents[2] / "examples/sort_digits/config.yaml")
+    core = Core(config, Ledger(), db, None, None)  # type: ignore[arg-type]
+    core.waiting("trainer", "7 of 8 samples are ready", "samples")
+    began = core.waits["trainer"].began
+    core.waiting("trainer", "batch 3 is held for sample 9", "held")
+    held = core.waits["trainer"]
+    assert held.began == began and held.since > began and held.kind == "held"
+    core.waiting("trainer", "batch 3 is held for sample 11", "held")
+    assert core.waits["trainer"].since == held.since, "the same kind, in other words"
+    core.waiting("trainer", None)
+    assert core.waits == {} and {e.kind for e in core.lost_time.newest(9)} == {"samples", "held"}
+    db.close()

@@ -103,7 +103,8 @@ class Lab:
         self.config = load_config(CONFIG, [f"run_dir={tmp_path}/run", f"roles={filled}"])
         (tmp_path / "run/processes").mkdir(parents=True, exist_ok=True)
         nothing: Any = None
-        self.core = Core(self.config, Ledger(), nothing, nothing, nothing)
+        empty: Any = SimpleNamespace(query=lambda *_: [])
+        self.core = Core(self.config, Ledger(), empty, nothing, nothing)
         self.wanted = {name: role.instances for name, role in self.config.roles.items()}
         self.batches: deque[dict[str, Any]] = deque()
         self.launcher = LocalLauncher(self._heard, Restarts(first_s=0.05, longest_s=0.1, deaths=20))

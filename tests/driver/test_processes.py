@@ -49,7 +49,7 @@ def test_the_trainer_is_told_every_switch_and_the_engines_the_dtype_of_what_is_p
     spec = trainer_spec(found)
     assert (spec.sequence_parallel, spec.recompute, spec.distributed_optimizer, spec.dtype) == (True, "full", True, "bfloat16")
     assert (spec.device, spec.transformer_engine, spec.optimizer_offload) == ("cuda", "off", 0.25)
-    argv = found.specs.engine(0).build(1, 9000)
+    argv = found.specs.engine("engine", 0).build(1, 9000)
     assert argv[argv.index("--dtype") + 1] == "bfloat16"
 
 
@@ -59,7 +59,7 @@ def test_a_run_on_sglang_starts_the_real_server_with_the_same_settings(tmp_path:
     python.chmod(0o755)
     chosen = ("rollout.engine=sglang", f"rollout.sglang.python={python}", "rollout.sglang.device=cpu", "rollout.sglang.start_deadline_s=77")
     found = processes(tmp_path / "run", *chosen, "trainer.dtype=bfloat16", "seed=3")
-    spec = found.specs.engine(1)
+    spec = found.specs.engine("engine", 1)
     argv = spec.build(1, 9000)
     told = dict(pairwise(argv))
     assert argv[:4] == [str(python), "-P", "-m", "sglang.launch_server"]

@@ -10,6 +10,7 @@ import pytest
 
 from driver import publish
 from driver.ledger import Ledger
+from driver.measured import Measured
 from driver.publish import Publisher
 from driver.push import Outcome
 from driver.snapshot import Snapshot, SnapshotGone
@@ -46,7 +47,7 @@ def parts():
     def apply(event: Any) -> None:
         ledger.apply(event)
 
-    core = SimpleNamespace(store=store, ledger=ledger, bell=Bell, ring=lambda: None, apply=apply)
+    core = SimpleNamespace(store=store, ledger=ledger, bell=Bell, ring=lambda: None, apply=apply, measured=Measured())
     slot = pool.register("engine-0", SimpleNamespace(url="http://scripted"), 1, 4)  # type: ignore[arg-type]
     gate = asyncio.Event()
     gate.set()

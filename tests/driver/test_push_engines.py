@@ -134,7 +134,7 @@ async def test_E4_E8_an_engine_that_dies_at_a_bucket_serves_nothing_until_its_ne
     lab.script({"fault": "die", "call": BUCKET, "after": 2})
     outcomes = await lab.push(snapshot)
     assert {name: outcome.verified for name, outcome in outcomes.items()} == {"engine-0": False, "engine-1": True}
-    lab.assert_only_the_second_serves("connection failed")
+    lab.assert_only_the_second_serves("connection refused")
     assert lab.faulty.process.wait(10) == -9
     async with lab.pool.acquire(5, "test", avoid=["engine-1"]) as lease:
         assert lease.slot is lab.second, "the dead one is never given, even to who would rather not have the other"

@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import socket
 import time
 
 import orjson
@@ -145,7 +146,7 @@ async def test_an_error_after_the_headers_is_told_by_its_code(server, client, ma
     assert (error.kind, error.prefix.output_ids) == (kind, [5])
 
 
-async def test_E14_an_engine_that_makes_no_tokens_is_given_up_after_stall_s_with_the_prefix(server, client, make_chunk):
+async def test_E14_H4_an_engine_that_makes_no_tokens_is_given_up_after_stall_s_with_the_prefix(server, client, make_chunk):
     server.stream(make_chunk([5]), 30.0)
     started = time.monotonic()
     error = await failure(client, stall_s=0.2)
@@ -327,3 +328,12 @@ async def test_with_both_keys_an_engine_is_asked_for_its_load_with_the_api_key(s
         await client.pause("retract")
     assert [headers["authorization"] for headers in server.headers] == ["Bearer api", "Bearer admin"]
     assert server.calls[0][0] == "/v1/loads"
+
+
+async def test_a_port_where_nothing_listens_is_said_in_words():
+    with socket.socket() as unused:  # bound, and nobody listens
+        unused.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{unused.getsockname()[1]}"
+        async with make_http() as http:
+            with pytest.raises(EngineError, match=f"^connection refused: nothing listens at {url}$"):
+                await EngineClient(url, http).says_version(deadline_s=5.0)

@@ -524,3 +524,15 @@ async def test_gauges_count_engines_by_state(pool, add):
     assert gauges["headrace_rollout_engines_starting_count"] == 1
     assert gauges["headrace_rollout_engines_shut_count"] == 1
     assert gauges["headrace_rollout_engines_quarantined_count"] == 0
+
+
+async def test_L1_an_engine_knows_for_how_long_it_is_in_its_state_and_without_a_request(pool, add, clock):
+    slot = add()
+    clock.now += 3
+    assert (slot.state_s(), slot.idle_s()) == (3, 3)
+    async with pool.acquire(1.0, "test"):
+        clock.now += 2
+        assert (slot.state_s(), slot.idle_s()) == (5, 0)
+    pool.shut(slot, "version 1 is being pushed")
+    clock.now += 4
+    assert (slot.state_s(), slot.idle_s()) == (4, 4)

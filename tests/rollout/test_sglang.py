@@ -180,6 +180,9 @@ def test_O1_a_missing_or_old_sglang_is_said_with_the_remedy(tmp_path, says, stat
 
 def test_a_relative_python_is_beside_the_file_that_names_it_and_its_links_are_kept(tmp_path, monkeypatch):
     (tmp_path / "link").symlink_to(_python(tmp_path, "0.5.23.post1"))
+    monkeypatch.setattr(spec, "has_cuda_device", lambda: False)
+    with pytest.raises(ValueError, match="device is cuda, and this machine has no NVIDIA device"):
+        spec.located(spec.SglangSpec(python=tmp_path / "link", device="cuda"), tmp_path)
     monkeypatch.setattr(spec, "has_cuda_device", lambda: True)
     found = located(SglangSpec(python=Path("link")), tmp_path)
     assert found.python == tmp_path / "link" and found.device == "cuda"

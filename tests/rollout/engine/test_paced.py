@@ -1,14 +1,17 @@
 """The paced mode: an engine's HTTP side without a model, and no doubt about that."""
 
 import asyncio
+import random
 from collections.abc import AsyncIterator, Callable, Iterator
 
 import pytest
 
 from rollout.answer import EngineError
 from rollout.client import EngineClient, make_http
+from rollout.engine.paced import _draws
+from rollout.engine.settings import PACED_LOG_PROB, parse_flags
 
-from .conftest import SOURCES, Served, wait_for
+from .conftest import EOS, SOURCES, Served, wait_for
 
 BASE = SOURCES / "examples" / "sort_digits" / "base"
 PROMPT = [80, 81, 82, 35, 60]
@@ -66,6 +69,24 @@ async def test_V5_a_pause_and_a_new_version_are_those_of_any_engine(client: Engi
     assert len(answer.output_ids) == 160 and answer.meta["num_retractions"] == 1
 
 
+async def test_a_pause_gives_no_step_for_nothing(client: EngineClient, paced: Served) -> None:
+    """Else an engine that is paused for less than a step would lose no time by it, and a benchmark's pushes cost nothing."""
+    paced.post("/slow_down", {"forward_sleep_time": 2.0})
+    chunks: list[int] = []
+    request = asyncio.create_task(
+        client.generate(PROMPT, sampling(160), "stepping", stall_s=60.0, on_tokens=lambda ids, *_: chunks.append(len(ids)))
+    )
+    while not chunks:  # noqa: ASYNC110 - a list that the callback fills
+        await asyncio.sleep(0.005)
+    await client.pause("retract")
+    await client.continue_generation()
+    await asyncio.sleep(0.1)
+    assert chunks == [16], "the next step is due in two seconds"
+    await client.abort("stepping")
+    paced.post("/slow_down", {"forward_sleep_time": None})
+    assert (await request).finish_reason == "abort"
+
+
 async def test_E15_an_abort_ends_a_request_with_what_it_has(client: EngineClient, paced: Served) -> None:
     paced.post("/slow_down", {"forward_sleep_time": 0.05})
     some = asyncio.Event()
@@ -98,3 +119,38 @@ async def test_A5_it_says_that_it_computes_nothing_and_refuses_whatever_would_ne
 def test_an_engine_with_a_model_says_so(shared: Served) -> None:
     info = shared.get("/server_info").json()
     assert (info["computes_nothing"], info["paced"]) == (False, None)
+
+
+async def test_answers_have_the_lengths_of_a_file_and_pushes_pass_where_a_benchmark_of_a_whole_run_wants_it(start, tmp_path) -> None:
+    lengths = tmp_path / "lengths.txt"
+    lengths.write_text("8\n24\n40\n1000\n")
+    flags = ("--paced", "100000", "--stream-interval", "8", "--paced-lengths", str(lengths), "--paced-pushes", "--random-seed", "5")
+    served = start(BASE, *flags, "--weight-version", VERSION, "--skip-tokenizer-init")
+    drawn = random.Random(5).choices([8, 24, 40, 1000], k=1024)
+    async with make_http() as http:
+        client = EngineClient(served.url, http, vocab_size=259)
+        for number, length in enumerate(drawn[:12]):
+            answer = await client.generate(PROMPT, sampling(64), f"drawn-{number:03d}", stall_s=60.0, version=VERSION)
+            ends = "stop" if length < 64 else "length"
+            assert (len(answer.output_ids), answer.finish_reason) == (min(length, 64), ends)
+            assert (answer.output_ids[-1] == EOS) == (ends == "stop")
+        assert await client.score_sequence(PROMPT) == [PACED_LOG_PROB] * (len(PROMPT) - 1)
+        assert set((await client.checksums())["ranks"][0]["checksums"]) > {"model.norm.weight"}, "of the weights it holds"
+        await client.begin_update()
+        await client.end_update()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"), [("", "it needs at least one line"), ("3\nmany\n", "one whole number a line"), ("0\n", "must be 1 or more")]
+)
+def test_lengths_that_cannot_be_drawn_from_are_refused_in_a_sentence(tmp_path, text, words) -> None:
+    (tmp_path / "lengths.txt").write_text(text)
+    with pytest.raises(ValueError, match=words):
+        _draws(tmp_path / "lengths.txt", 0)
+
+
+@pytest.mark.parametrize("flags", [["--paced-lengths", "lengths.txt"], ["--paced-pushes"]])
+def test_the_flags_of_the_paced_mode_are_refused_without_it(flags, capsys) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse_flags(["--model-path", "base", *flags])
+    assert ended.value.code == 2 and "for an engine that runs with --paced" in capsys.readouterr().err
