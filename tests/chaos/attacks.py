@@ -223,8 +223,10 @@ class Chaos:
             self.start()
         elif cell.point == "MixChanged":
             order.write(self.orders)
+            dataset = self.service.run("/datasets")[0]["dataset_id"]
             with contextlib.suppress(httpx.TransportError):
-                self.service.submit(b'{"prompt": "sort 1 =", "answer": "1", "task_type": "sort"}\n')
+                url = f"{self.service.url}/v1/runs/sort-digits/datasets/{dataset}"
+                self.service.http.patch(url, json={"weight": 1.0 + self.number})
         elif cell.point in PARKING_STEPS:
             assert self.service.process is not None
             if cell.point == "park":
