@@ -126,7 +126,7 @@ class Judge:
         """After a restart: recent choices and pass rates, from the newest samples of the ledger. The streak begins anew."""
         db, feed = self._core.db, self._core.feed
         newest = db.query(
-            "SELECT uid, segment, row_index, version_tag FROM samples ORDER BY uid DESC LIMIT ?",
+            "SELECT uid, segment, row_index, version_tag FROM samples WHERE segment >= 0 ORDER BY uid DESC LIMIT ?",
             (max(RECENT_SAMPLES, self._config.window),),
         )
         for uid, segment, row_index, version_tag in reversed(newest):
