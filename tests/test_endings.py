@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,10 @@ def run_to_the_end(tmp_path: Path, rows: list[dict[str, Any]], *settings: str) -
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "reward.py").write_text(REWARD)
     scorers = json.dumps({"*": {"function": f"{tmp_path}/reward.py:score"}})
+    store = Path(f"/dev/shm/headrace-test-{tmp_path.name}-{zlib.crc32(str(tmp_path).encode()):08x}")  # another checkout may run this
     all_settings = [
         f"run_dir={tmp_path}/run",
-        f"store.directory=/dev/shm/headrace-test-{tmp_path.name}",
+        f"store.directory={store}",
         "service.port=0",
         f"data={tmp_path}/data.jsonl",
         f"reward.scorers={scorers}",
@@ -43,7 +45,7 @@ def run_to_the_end(tmp_path: Path, rows: list[dict[str, Any]], *settings: str) -
     flags = [part for setting in all_settings for part in ("--set", setting)]
     done = subprocess.run([*argv, *flags], cwd=tmp_path, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stderr + (tmp_path / "run/logs/driver.log").read_text()[-3000:]
-    assert not Path(f"/dev/shm/headrace-test-{tmp_path.name}").exists(), "A1: the store holds nothing at rest"
+    assert not store.exists(), "A1: the store holds nothing at rest"
     return tmp_path / "run"
 
 
