@@ -46,8 +46,8 @@ def test_E14_L2_an_engine_that_makes_no_token_is_found_by_that_alone_and_replace
         urls = {engine["engine_id"]: engine["url"] for engine in service.run("/engines")}
         assert service.http.post(urls["engine-0"] + "/slow_down", json={"forward_sleep_time": 3600}).status_code == 200
         assert service.submit(ROWS.encode()).status_code == 201
-        status = service.wait(lambda s: "engine engine-0" in s["why"], "the hung engine in /why")
-        reason = status["why"]["engine engine-0"]["reason"]
+        status = service.wait(lambda s: "out of use" in s["why"].get("engine-0", {}).get("reason", ""), "the hung engine in /why")
+        reason = status["why"]["engine-0"]["reason"]
         assert "engine-0 is out of use: it hangs: no token and no answer in" in reason
         assert f"rollout.stall_s is {STALL_S}" in reason and reason in service.run("/why")["sentence"]
         status = service.wait(lambda s: s["state"] == "finished", "the end")

@@ -148,15 +148,15 @@ def test_H1_an_engine_that_died_too_often_is_left_alone_named_and_brought_back_b
                 killed.add(pid)
                 psutil.Process(pid).kill()
             time.sleep(0.02)
-        status = service.wait(lambda s: "engine engine-0" in s["why"], "it is named")
-        reason = status["why"]["engine engine-0"]["reason"]
+        status = service.wait(lambda s: "out of use" in s["why"].get("engine-0", {}).get("reason", ""), "it is named")
+        reason = status["why"]["engine-0"]["reason"]
         assert "engine-0 is out of use" in reason and "headrace scale rollout 1 starts it again" in reason
         assert "engine-0" in service.wait(lambda s: "rollout" in s["why"], "the other side")["why"]["rollout"]["reason"]
         version = status["trained_version"]
         said = scale(service, "rollout", 1)
         assert said["again"] == ["engine-0"] and "had died too often and will start again" in said["words"]
         service.wait(lambda s: s["trained_version"] >= version + 3, "batches after it came back")
-        assert "engine engine-0" not in service.run()["why"]
+        assert "out of use" not in service.run()["why"].get("engine-0", {}).get("reason", "")
         assert processes(service, "trainer") == learner, "L2: nothing else was started anew"
         check_accounts(service, service.run())
     finally:
