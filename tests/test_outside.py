@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -118,15 +119,15 @@ def test_E8_no_trajectory_is_discarded_with_the_only_engine(service, engines):
     service.up(f"rollout.engine_urls=[{only.url}]", "stop.batches=400")
     assert service.submit().status_code == 201
     service.wait(lambda s: s["trained_version"] >= 2, "two batches")
-    until = time.monotonic() + 60
+    until, rng = time.monotonic() + 90, random.Random(0)
     while True:  # it dies with requests in flight
+        time.sleep(rng.uniform(0.02, 0.5))  # long enough to get on, and never in step with the pushes
         only.process.send_signal(signal.SIGSTOP)
         time.sleep(0.2)
         if service.run()["in_flight"] >= 8 and state(service, only) == "open":
             break
         assert time.monotonic() < until
         only.process.send_signal(signal.SIGCONT)
-        time.sleep(0.05)
     only.kill()
     service.wait(lambda _: state(service, only) == "away", "it is noticed")
     only.start()
