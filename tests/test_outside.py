@@ -123,7 +123,7 @@ def test_E8_no_trajectory_is_discarded_with_the_only_engine(service, engines):
     while True:  # it dies with requests in flight
         time.sleep(rng.uniform(0.02, 0.5))  # long enough to get on, and never in step with the pushes
         only.process.send_signal(signal.SIGSTOP)
-        time.sleep(0.2)
+        time.sleep(0.01)  # soon: the trainer ends its batch meanwhile, and the push that follows shuts the gate
         if service.run()["in_flight"] >= 8 and state(service, only) == "open":
             break
         assert time.monotonic() < until
