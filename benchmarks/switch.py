@@ -49,9 +49,9 @@ def main() -> int:
                 service.submit()
                 service.wait(lambda s: s["trained_version"] >= 3, "three batches")
                 began = time.monotonic()
-                body = {"run_id": "next", "from": "sort-digits", "engines": "take_over", "set": {"trainer.learning_rate": 0.0001}}
+                body = {"run_id": f"next{number}", "from": "sort-digits", "engines": "take_over", "set": {"trainer.learning_rate": 0.0001}}
                 assert service.http.post(f"{service.url}/v1/runs", json=body).status_code == 202
-                seen["taken_over"].append(until(service, "next", began))
+                seen["taken_over"].append(until(service, f"next{number}", began))
                 began = time.monotonic()
                 assert service.terminate() == 0
                 other.up()
