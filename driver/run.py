@@ -274,7 +274,7 @@ class Run:
         for task in (finish, stopped):
             task.cancel()
         await asyncio.gather(finish, stopped, return_exceptions=True)
-        self.failure = _first_failure(others, self.config.directory)
+        self.failure = _first_failure([finish, *others], self.config.directory)
 
     def _end_by_rule(self) -> None:
         """All batches are committed; whatever is still live ends with the reason the run ended for."""

@@ -145,6 +145,8 @@ class Runs:
         return self.waiting.get(begun.run_id, f"run {begun.run_id} begins")
 
     def _config(self, begun: Begun) -> RunConfig:
+        if begun.origin in self.waiting:
+            raise ConfigError(f"run {begun.origin!r} has not begun itself: {self.waiting[begun.origin]}; ask again when it has")
         if begun.origin not in self.runs:
             raise ConfigError(f"there is no run {begun.origin!r} to begin from; runs here: {', '.join(self.runs)}")
         return derived(self.runs[begun.origin].config, begun.run_id, begun.changes)
@@ -166,9 +168,10 @@ class Runs:
             if begun.engines == "take_over" and origin.state not in ENDED:
                 roles = {"engine", "reward"} if same_reward(origin.config, config) else {"engine"}
                 origin.processes.hand_over = frozenset(roles)
+                ending = self._tasks[begun.origin]  # `run` forgets it as soon as it has ended
                 origin.cancel()
                 await origin.core.db.durable()
-                await asyncio.wait([self._tasks[begun.origin]])
+                await asyncio.wait([ending])
                 taken = origin.processes.released
             if self._stopping:
                 return  # recorded: it begins at the next start
