@@ -22,7 +22,7 @@ import httpx
 import msgspec
 
 from driver.advantage import advantages
-from driver.balance import PlanRow, plan
+from driver.balance import PlanRow, Terms, plan
 from driver.core import Busy, Core
 from driver.events import BatchApplied, BatchAssembled, BatchUnmade, EpochBegan, VersionCommitted
 from driver.holds import Holds
@@ -56,8 +56,10 @@ class Training:
         on_running_again: Callable[[Sample], None],
         replace: Callable[[str], Awaitable[None]],
         holds: Holds,
+        terms: Terms,
     ) -> None:
         self._core = core
+        self._terms = terms
         self._http = http
         self._holds = holds
         self._canary_ids = canary_ids
@@ -205,15 +207,8 @@ class Training:
                             sequence=trajectory.traj_uid,
                             length=leaf.length,
                         )
-                        to_plan.append(PlanRow(leaf.row_id, uid, leaf.length))
-        planned = plan(
-            to_plan,
-            mini_batch_count=config.batch.mini_batches,
-            ranks=config.trainer.dp,
-            budget_tokens=config.batch.micro_batch_tokens,
-            seed=config.seed,
-            batch_id=batch_id,
-        )
+                        to_plan.append(PlanRow(leaf.row_id, uid, leaf.length, leaf.response_tokens))
+        planned = plan(to_plan, self._terms, mini_batch_count=config.batch.mini_batches, seed=config.seed, batch_id=batch_id)
         wire = [MiniBatch(ranks=[[[rows[row_id] for row_id in micro] for micro in rank] for rank in mini]).model_dump() for mini in planned]
         return msgspec.json.encode(wire)
 
@@ -221,10 +216,10 @@ class Training:
         """Send one assembled batch, record that it was applied, publish its weights, commit when due."""
         core = self._core
         batch = core.ledger.batches[batch_id]
-        mini_batches = _decode_plan(batch.plan)
+        mini_batches = decode_plan(batch.plan)
         if any(len(mini.ranks) != core.config.trainer.dp for mini in mini_batches):
             # Planned for another number of ranks before a restart: the same rows, dealt out anew.
-            mini_batches = _decode_plan(self._plan(batch_id, [core.ledger.samples[uid] for uid in batch.uids], "consumed"))
+            mini_batches = decode_plan(self._plan(batch_id, [core.ledger.samples[uid] for uid in batch.uids], "consumed"))
         trainer = core.config.trainer
         rate = trainer.learning_rate_at(batch_id, core.config.stop.batches)
         critic_rate = trainer.critic.learning_rate * rate / trainer.learning_rate if trainer.critic is not None else 0.0
@@ -392,7 +387,7 @@ class Training:
                 self._on_running_again(ledger.samples[uid])
 
 
-def _decode_plan(plan: bytes) -> list[MiniBatch]:
+def decode_plan(plan: bytes) -> list[MiniBatch]:
     return [MiniBatch.model_validate(mini) for mini in msgspec.json.decode(plan)]
 
 
