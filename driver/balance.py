@@ -85,44 +85,69 @@ def mini_batches(rows: Sequence[PlanRow], count: int, seed: int, batch_id: int) 
     return parts
 
 
-def split_ranks(rows: Sequence[PlanRow], terms: Terms) -> list[list[PlanRow]]:
-    """To each rank about as much work."""
-    rows = _ordered(rows)
-    return [[rows[index] for index in sorted(share)] for share in packing.split([terms.work(row) for row in rows], terms.ranks)]
-
-
-def micro_batches(rows: Sequence[PlanRow], terms: Terms, multiple_of: int = 1) -> list[list[PlanRow]]:
-    """Few micro-batches under the budget, of about equal work, the most first; as many as a multiple of `multiple_of`, some empty.
+def deal(rows: Sequence[PlanRow], terms: Terms) -> list[list[list[PlanRow]]]:
+    """One mini-batch to the ranks: `[rank][micro-batch]`, the most work first, and in each micro-batch the longest row first.
 
     Raises ValueError for a row above the budget, unless such rows are to be alone in a micro-batch.
     """
-    rows = _ordered(rows)
-    alone = [row for row in rows if terms.padded(row) > terms.budget_tokens]
-    if alone and terms.long_rows == "refuse":
+    rows = sorted(rows, key=lambda row: (-row.length, row.row_id))  # whatever order they came in
+    sizes, work = list(map(terms.padded, rows)), list(map(terms.work, rows))
+    if rows and sizes[0] > terms.budget_tokens and terms.long_rows == "refuse":
         raise ValueError(
-            f"row {alone[0].row_id} has {terms.padded(alone[0])} tokens, above batch.micro_batch_tokens ({terms.budget_tokens}): raise "
-            "that, or set batch.long_rows: alone"
+            f"row {rows[0].row_id} has {sizes[0]} tokens, above batch.micro_batch_tokens ({terms.budget_tokens}): raise that, or set "
+            "batch.long_rows: alone"
         )
-    rest = rows[len(alone) :]
-    sizes, work = [terms.padded(row) for row in rest], [terms.work(row) for row in rest]
-    packed = packing.pack(sizes, terms.budget_tokens, work, len(alone), multiple_of)
-    made = [[row] for row in alone] + [[rest[index] for index in sorted(members)] for members in packed]
-    return sorted(made, key=lambda micro: (-sum(map(terms.work, micro)), micro[0].row_id if micro else ""))
+    shares = (_meeting_in_every_micro_batch if terms.even else _by_rank)(sizes, work, terms)
+    return [[[rows[index] for index in sorted(micro)] for micro in share] for share in shares]
 
 
-def deal(rows: Sequence[PlanRow], terms: Terms) -> list[list[list[PlanRow]]]:
-    """One mini-batch to the ranks: `[rank][micro-batch]`."""
-    if not terms.even:
-        return [micro_batches(share, terms) for share in split_ranks(rows, terms)]
-    made = micro_batches(rows, terms, multiple_of=terms.ranks)
-    dealt: list[list[list[PlanRow]]] = [[] for _ in range(terms.ranks)]
-    done = [0.0] * terms.ranks
-    for first in range(0, len(made), terms.ranks):
-        # The heaviest of those that are run together goes to the rank that has had least.
-        for micro, rank in zip(made[first : first + terms.ranks], sorted(range(terms.ranks), key=lambda r: (done[r], r)), strict=True):
+def _packed(share: Sequence[int], sizes: Sequence[int], work: Sequence[float], budget_tokens: int, multiple_of: int = 1) -> packing.Bins:
+    """These rows, longest first, in micro-batches, the most work first; as many as a multiple of `multiple_of`, some empty."""
+    above = [[index] for index in share if sizes[index] > budget_tokens]
+    rest = share[len(above) :]
+    packed = packing.pack([sizes[i] for i in rest], budget_tokens, [work[i] for i in rest], len(above), multiple_of)
+    return _heaviest_first(above + [[rest[place] for place in members] for members in packed], work)
+
+
+def _meeting_in_every_micro_batch(sizes: Sequence[int], work: Sequence[float], terms: Terms) -> list[packing.Bins]:
+    """Rounds of micro-batches of like work, one for each rank. They are packed for all ranks together, which makes the fewest; where few
+    long rows do not go round, as for ranks that are balanced by themselves, if they then wait less."""
+    ranks = terms.ranks
+    made = _packed(range(len(work)), sizes, work, terms.budget_tokens, ranks)
+    rounds = [_levelled(made[first : first + ranks], sizes, work, terms) for first in range(0, len(made), ranks)]
+    if _waited(rounds, work) > max(sum(work) / ranks, max(work, default=0.0)) * 1.001:
+        shares = _by_rank(sizes, work, terms)
+        others = [
+            _levelled([share[number] if number < len(share) else [] for share in shares], sizes, work, terms)
+            for number in range(max(map(len, shares)))
+        ]
+        if len(others) == len(rounds) and _waited(others, work) < _waited(rounds, work):
+            rounds = others
+    dealt: list[packing.Bins] = [[] for _ in range(ranks)]
+    done = [0.0] * ranks
+    for at_once in rounds:
+        # The heaviest of them goes to the rank that has had least.
+        for micro, rank in zip(at_once, sorted(range(ranks), key=lambda rank: (done[rank], rank)), strict=True):
             dealt[rank].append(micro)
-            done[rank] += sum(map(terms.work, micro))
+            done[rank] += sum(work[index] for index in micro)
     return dealt
+
+
+def _levelled(at_once: packing.Bins, sizes: Sequence[int], work: Sequence[float], terms: Terms) -> packing.Bins:
+    packing.level(at_once, work, packing.FINE, sizes, terms.budget_tokens)
+    return _heaviest_first(at_once, work)
+
+
+def _waited(rounds: Sequence[packing.Bins], work: Sequence[float]) -> float:
+    return sum(sum(work[index] for index in at_once[0]) for at_once in rounds)
+
+
+def _by_rank(sizes: Sequence[int], work: Sequence[float], terms: Terms) -> list[packing.Bins]:
+    return [_packed(sorted(share), sizes, work, terms.budget_tokens) for share in packing.split(work, terms.ranks)]
+
+
+def _heaviest_first(bins: packing.Bins, work: Sequence[float]) -> packing.Bins:
+    return sorted(bins, key=lambda micro: (-sum(work[index] for index in micro), min(micro, default=0)))
 
 
 def plan(rows: Sequence[PlanRow], terms: Terms, *, mini_batch_count: int, seed: int, batch_id: int) -> list[list[list[list[str]]]]:
@@ -131,8 +156,3 @@ def plan(rows: Sequence[PlanRow], terms: Terms, *, mini_batch_count: int, seed: 
         [[[row.row_id for row in micro] for micro in share] for share in deal(part, terms)]
         for part in mini_batches(rows, mini_batch_count, seed, batch_id)
     ]
-
-
-def _ordered(rows: Sequence[PlanRow]) -> list[PlanRow]:
-    """Longest first, whatever order they came in."""
-    return sorted(rows, key=lambda row: (-row.length, row.row_id))

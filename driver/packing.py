@@ -14,14 +14,25 @@ from __future__ import annotations
 import bisect
 import heapq
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-SPLIT_EVEN, PACK_EVEN = 1e-6, 1e-3  # so little above the mean is as good as even: the search ends
-SPLIT_LOOKS, PACK_LOOKS = 4, 2  # how often, on average, a number is dealt out anew: what bounds the search
 PARTNERS = 6  # so many light bins are tried before the search gives up
 
 Bins = list[list[int]]
+
+
+@dataclass(frozen=True)
+class Effort:
+    """What ends the search: the heaviest is within `even` of the mean, or each number was looked at `looks` times, on average."""
+
+    even: float
+    looks: int
+
+
+FINE = Effort(1e-6, 4)  # between ranks, which wait for each other
+COARSE = Effort(1e-3, 1)  # between micro-batches, which follow each other
 Pair = tuple[list[int], list[int]]
 
 
@@ -33,7 +44,7 @@ def split(work: Sequence[float], parts: int) -> Bins:
         load, part = heap[0]
         bins[part].append(index)
         heapq.heapreplace(heap, (load + work[index], part))
-    level(bins, work, SPLIT_EVEN, SPLIT_LOOKS)
+    level(bins, work, FINE)
     return bins
 
 
@@ -45,7 +56,7 @@ def pack(sizes: Sequence[int], limit: int, work: Sequence[float], besides: int =
     packed = _best_fit(sizes, limit)
     packed += [[] for _ in range(-(len(packed) + besides) % multiple_of)]
     bins = _spread(sizes, limit, work, len(packed)) or packed
-    level(bins, work, PACK_EVEN, PACK_LOOKS, sizes, limit)
+    level(bins, work, COARSE, sizes, limit)
     return bins
 
 
@@ -64,39 +75,47 @@ def fewest(sizes: Sequence[int], limit: int) -> int:
     return bound
 
 
-def level(bins: Bins, work: Sequence[float], even: float, looks_each: int, sizes: Sequence[int] = (), limit: int | None = None) -> None:
-    """Make the heaviest bin lighter, in place, as long as a light one can take something of it: at most `looks_each` numbers are looked at
-    for each that there is, and no longer than until the heaviest is within `even` of the mean."""
-    looks = looks_each * len(work)
-    loads = [sum(work[index] for index in members) for members in bins]
-    open_bins = set(range(len(bins)))
-    while looks > 0 and len(open_bins) > 1:
-        heavy = max(open_bins, key=lambda b: (loads[b], -b))
+def level(bins: Bins, work: Sequence[float], effort: Effort, sizes: Sequence[int] = (), limit: int | None = None) -> None:
+    """Make the heaviest bin lighter, in place, as long as a light one can take something of it and the effort lasts."""
+    looks = effort.looks * sum(map(len, bins))
+    order = sorted((sum(work[index] for index in members), number) for number, members in enumerate(bins))
+    total = sum(load for load, _ in order)
+    while looks > 0 and len(order) > 1:
+        load, heavy = order[-1]
         if len(bins[heavy]) < 2:  # nothing to give away: the others may still wait for each other less
-            open_bins.remove(heavy)
+            order.pop()
+            total -= load
             continue
-        if loads[heavy] <= sum(loads[b] for b in open_bins) / len(open_bins) * (1.0 + even):
+        if load <= total / len(order) * (1.0 + effort.even):
             return
-        for light in heapq.nsmallest(PARTNERS, open_bins - {heavy}, key=lambda b: (loads[b], b)):
+        for place, (other, light) in enumerate(order[: min(PARTNERS, len(order) - 1)]):
             looks -= len(bins[heavy]) + len(bins[light])
-            better = _dealt_anew(bins[heavy], bins[light], work, even, sizes, limit)
+            better = _dealt_anew(bins[heavy], bins[light], load, other, work, effort.even, sizes, limit)
             if better is not None:
                 bins[heavy], bins[light] = better
-                for b in (heavy, light):
-                    loads[b] = sum(work[index] for index in bins[b])
+                del order[-1], order[place]
+                for number in (heavy, light):
+                    bisect.insort(order, (sum(work[index] for index in bins[number]), number))
                 break
         else:
             return
 
 
 def _dealt_anew(
-    heavy: list[int], light: list[int], work: Sequence[float], even: float, sizes: Sequence[int], limit: int | None
+    heavy: list[int],
+    light: list[int],
+    more: float,
+    less: float,
+    work: Sequence[float],
+    even: float,
+    sizes: Sequence[int],
+    limit: int | None,
 ) -> Pair | None:
-    """The two bins with a lighter heaviest, within the limit; None when neither way finds it."""
-    best, found = sum(work[i] for i in heavy), None
-    good = (best + sum(work[i] for i in light)) / 2 * (1.0 + even)
+    """The two bins, of `more` and `less` work, with a lighter heaviest, within the limit; None when neither way finds it."""
+    best, found = more, None
+    good = (more + less) / 2 * (1.0 + even)
     for way in (_differenced, _exchanged):
-        made = way(heavy, light, work)
+        made = way(heavy, light, more - less, work)
         if made is None or (limit is not None and any(sum(sizes[i] for i in side) > limit for side in made)):
             continue
         heaviest = max(sum(work[i] for i in side) for side in made)
@@ -107,7 +126,7 @@ def _dealt_anew(
     return found
 
 
-def _differenced(heavy: list[int], light: list[int], work: Sequence[float]) -> Pair:
+def _differenced(heavy: list[int], light: list[int], difference: float, work: Sequence[float]) -> Pair:
     """Both bins' numbers in two: the two largest go to different sides, and their difference stands for them, until one is left."""
     members = [*heavy, *light]
     heap = [(-work[index], place) for place, index in enumerate(members)]
@@ -130,9 +149,9 @@ def _differenced(heavy: list[int], light: list[int], work: Sequence[float]) -> P
     return sides
 
 
-def _exchanged(heavy: list[int], light: list[int], work: Sequence[float]) -> Pair | None:
+def _exchanged(heavy: list[int], light: list[int], difference: float, work: Sequence[float]) -> Pair | None:
     """One number of the heavy bin goes to the light one, for one of these or for none: as near to half their difference as can be."""
-    half = (sum(work[i] for i in heavy) - sum(work[i] for i in light)) / 2
+    half = difference / 2
     order = sorted(light, key=lambda i: (work[i], i))
     given_back = [0.0, *(work[i] for i in order)]
     best: tuple[float, int, int] | None = None
