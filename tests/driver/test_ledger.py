@@ -326,7 +326,7 @@ def test_A2_the_result_of_an_evaluation_is_written_with_the_ends_of_its_answers_
         writes = ledger.apply(EvaluationEnded(first_uid=first, epoch=2, report=b"told", rewards=((0, 0, 1.0),), failed=(), time=2.0))
         names += [w.values["name"] for w in writes if w.table == "meta" and w.values["value"] == b"told"]
         assert any(w.table == "trajectories" and w.values["outcome"] == "evaluated" for w in writes)
-    assert names == sorted(set(names)) and all(name.startswith("evaluation/") for name in names)
+    assert len(set(names)) == 2 and names == sorted(names) and all(name.startswith("evaluation/") for name in names)
 
 
 def test_no_trajectory_id_is_a_prefix_of_another():
