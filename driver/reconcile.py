@@ -62,9 +62,7 @@ def reconcile(
         settle(sample)
     for sample in list(ledger.evaluated()):
         core.apply(SampleDiscarded(uid=sample.uid, reason="evaluation: the driver was restarted", time=time.time()))
-    owned = {
-        ref["key"] for s in ledger.samples.values() for t in s.trajectories for leaf in t.leaves for ref in (leaf.rollout, leaf.reward)
-    }
+    owned = {ref["key"] for s in ledger.samples.values() for t in s.trajectories for leaf in t.leaves for ref in leaf.refs}
     orphans = [store.ref(key) for key in set(store.keys()) - owned]
     store.free(orphans)
     if not continued:
