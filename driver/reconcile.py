@@ -58,9 +58,7 @@ def reconcile(core: Core, store: Store, settle: Callable[[Sample], None], prefix
         core.apply(Restarted(found=found, time=time.time()))
     for sample in list(ledger.live()):
         settle(sample)
-    owned = {
-        ref["key"] for s in ledger.samples.values() for t in s.trajectories for leaf in t.leaves for ref in (leaf.rollout, leaf.reward)
-    }
+    owned = {ref["key"] for s in ledger.samples.values() for t in s.trajectories for leaf in t.leaves for ref in leaf.refs}
     orphans = [store.ref(key) for key in set(store.keys()) - owned]
     store.free(orphans)
     if not continued:
