@@ -14,7 +14,7 @@ from typing import Any
 
 from driver.core import Core
 from driver.ledger import CONSUMED, READY
-from store import EmbeddedStore, Unavailable
+from store import Store, Unavailable
 from store.row_file import RowFile, Saved
 
 log = logging.getLogger("headrace.snapshot")
@@ -23,7 +23,7 @@ log = logging.getLogger("headrace.snapshot")
 def wanted_keys(core: Core) -> dict[str, list[str]]:
     """By trajectory that is ready or consumed: the keys of its rows' objects."""
     return {
-        trajectory.traj_uid: [ref["key"] for leaf in trajectory.leaves for ref in (leaf.rollout, leaf.reward)]
+        trajectory.traj_uid: [ref["key"] for leaf in trajectory.leaves for ref in leaf.refs]
         for sample in core.ledger.samples.values()
         for trajectory in sample.trajectories
         if trajectory.state in (READY, CONSUMED)
@@ -33,7 +33,7 @@ def wanted_keys(core: Core) -> dict[str, list[str]]:
 class RowSnapshot:
     """One run's. `every_s` None: nothing is copied any more, and what an earlier start copied is still used."""
 
-    def __init__(self, path: Path, core: Core, store: EmbeddedStore, every_s: float | None) -> None:
+    def __init__(self, path: Path, core: Core, store: Store, every_s: float | None) -> None:
         self.every_s = every_s
         self._core = core
         self._store = store

@@ -15,6 +15,7 @@ import contextlib
 import errno
 import logging
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import orjson
@@ -39,7 +40,7 @@ from driver.ledger import Upsert
 from driver.ledger_db import LedgerDB, LedgerError
 from driver.own_roles import OwnRoles
 from driver.planned import plan_of
-from driver.planner import PlanError
+from driver.planner import Plan, PlanError
 from driver.prefix_log import PrefixLog
 from driver.processes import Processes
 from driver.publish import Publisher
@@ -79,6 +80,7 @@ class Run:
     def __init__(self, config: RunConfig) -> None:
         plan_of(config)  # what can not be started is refused before anything is made
         self.config = config
+        self.beside: Callable[[], dict[str, Plan]] = dict  # the plans of the service's other runs, which `Runs` knows
         config.directory.mkdir(parents=True, exist_ok=True)
         self.log_directory = config.directory / "logs"
         self.log_directory.mkdir(exist_ok=True)
@@ -199,7 +201,8 @@ class Run:
             return
         try:
             self.found = reconcile(self.core, self.store, self.dispatch.settle, self.prefixes, self.snapshot)
-        except (CannotContinue, LedgerError) as error:
+            self._cut_evaluation("evaluation: the driver was restarted")
+        except (CannotContinue, LedgerError, OSError) as error:
             self.failure, self.state = str(error), "failed"
             await self._wind_down()
             return
@@ -290,9 +293,16 @@ class Run:
             for trajectory in unfinished:
                 self.finished.discarded(sample, trajectory)
             self.finished.free(unfinished)
-        for sample in list(self.core.ledger.evaluated()):
-            self.core.apply(SampleDiscarded(uid=sample.uid, reason=f"run ended: {how}", time=time.time()))
+        self._cut_evaluation(f"run ended: {how}")
         self.core.apply(RunEnded(how=how))
+
+    def _cut_evaluation(self, reason: str) -> None:
+        """What runs of one is discarded, and is so in the archive before the ledger says it."""
+        cut = list(self.core.ledger.evaluated())
+        if cut and self.evaluator is not None:
+            self.finished.evaluation_cut(self.evaluator.rows, cut, reason)
+        for sample in cut:
+            self.core.apply(SampleDiscarded(uid=sample.uid, reason=reason, time=time.time()))
 
     async def _wind_down(self) -> None:
         """Processes end, what must survive goes to disk, the store goes. The ledger stays open for reading until `close`."""
