@@ -87,10 +87,10 @@ class HalfRight:
 
 @pytest.fixture
 async def lab(tmp_path):
-    made = Lab(tmp_path, "batch.samples=3", "batch.mini_batches=2", "trainer.dp=2", "stop.batches=20", "staleness.bound=3")
+    made = Lab(tmp_path, "batch.samples=2", "batch.mini_batches=2", "trainer.dp=2", "stop.batches=20", "staleness.bound=3")
     made.scoring.attach(HalfRight())  # type: ignore[arg-type]
-    await made.start(Engine(slow=set()), rows=12)
-    await made.until(lambda: sum(s.settled for s in made.core.ledger.live()) >= 6, "two batches of three samples")
+    await made.start(Engine(slow=set()), rows=4)
+    await made.until(lambda: sum(s.settled for s in made.core.ledger.live()) >= 4, "two batches of two samples")
     yield made
     await made.close()
 
@@ -119,7 +119,7 @@ async def asked(lab: Lab, terms: Terms, *argv: str) -> Any:
         return await asyncio.to_thread(lambda: CliRunner().invoke(command_line, flags))
     finally:
         server.should_exit = True
-        await asyncio.wait_for(serving, 20)
+        await asyncio.wait_for(serving, 60)
 
 
 async def test_the_command_prints_who_got_what_as_long_as_the_plan_is_kept(lab):
@@ -127,7 +127,7 @@ async def test_the_command_prints_who_got_what_as_long_as_the_plan_is_kept(lab):
     batch_id = assembled(lab, terms)
     done = await asked(lab, terms, str(batch_id))
     assert done.exit_code == 0, done.output
-    assert "batch 0 (assembled): 3 samples, 12 rows, 0 of them without an advantage" in done.output
+    assert "batch 0 (assembled): 2 samples, 8 rows, 0 of them without an advantage" in done.output
     assert "mini-batch 0: " in done.output and "mini-batch 1: " in done.output and "micro-batches: " in done.output
     uids = [uid for batch in lab.core.ledger.batches.values() for uid in batch.uids]
     assert all(f"{uid}×2" in done.output for uid in uids), "two of its four rows on each rank"
