@@ -109,7 +109,6 @@ PUBLISHED = {"embedded": ("os:link", "after"), "mooncake": ("store.mooncake_clie
 
 @pytest.mark.parametrize("step", [0, 1])
 def test_a_writer_killed_mid_put_leaves_no_object_and_the_key_is_free_again(backend: Backend, spawn: Spawn, step: int) -> None:
-    backend.empty()
     store = backend.store
     writer = spawn(WRITER, store.location, *BEFORE_PUBLISHING[backend.name][step])
     assert said(writer) == "there"
@@ -123,7 +122,20 @@ def test_a_writer_killed_mid_put_leaves_no_object_and_the_key_is_free_again(back
         writer.wait(10)
     ref = store.put("k", {"a": np.full(100_000, 9)})
     assert (store.open(ref)["a"] == 9).all() and store.keys() == ["k"]
-    backend.settled(1, ref.size_bytes)
+    if backend.name == "embedded":
+        backend.settled(1, ref.size_bytes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["mooncake"], indirect=True)
+def test_O2_the_bytes_of_a_writer_killed_mid_put_come_back(backend: Backend, spawn: Spawn) -> None:
+    """Embedded it is at once; Mooncake's master waits, for the writer may only have been stopped."""
+    backend.empty()
+    writer = spawn(WRITER, backend.store.location, *BEFORE_PUBLISHING["mooncake"][1])
+    assert said(writer) == "there" and backend.store.stats().used_bytes > 800_000
+    writer.kill()
+    writer.wait(10)
+    backend.settled(0, 0)
 
 
 def test_a_writer_killed_just_after_publishing_leaves_a_whole_object(backend: Backend, spawn: Spawn) -> None:
@@ -137,14 +149,14 @@ def test_a_writer_killed_just_after_publishing_leaves_a_whole_object(backend: Ba
         store.put("k", {})
 
 
-def test_no_read_is_torn_while_others_put_and_free_where_it_reads(backend: Backend, spawn: Spawn) -> None:
+def test_no_read_is_torn_while_others_put_and_free_where_it_reads(backend: Backend, spawn: Spawn, tmp_path: Path) -> None:
     """Objects that come and go in a store with room for few: whatever is read is one object's bytes, whole, or an error."""
     code = """
-import sys, time
+import os, sys, time
 import numpy as np
 from store import Full, open_store
 store, turn, refs = open_store(sys.argv[1]), 0, []
-while True:
+while not os.path.exists(sys.argv[3]):
     turn += 1
     try:
         refs.append(store.put(f"{sys.argv[2]}/{turn}", {"a": np.full(300_000, turn)}))
@@ -153,8 +165,8 @@ while True:
     if len(refs) > 3:
         store.free([refs.pop(0)])
 """
-    for name in "ab":
-        spawn(code, backend.store.location, name)
+    end = tmp_path / "end"
+    writers = [spawn(code, backend.store.location, name, end) for name in "ab"]
     reader, seen = attached(backend.store), set()
     give_up = time.monotonic() + 60.0
     while len(seen) < 20 and time.monotonic() < give_up:
@@ -166,6 +178,8 @@ while True:
                 continue
             assert values.tolist() == [int(key.partition("/")[2])], "a torn read"
             seen.add(key)
+    end.touch()
+    assert [writer.wait(30) for writer in writers] == [0, 0]
     assert len(seen) >= 20
     reader.close()
 

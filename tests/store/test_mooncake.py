@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from store.base import Damaged
 from store.mooncake_client import Client
 from store.mooncake_frees import Frees
 from store.mooncake_owner import MASTER_LOST
-from store.mooncake_segment import Mapped
+from store.mooncake_segment import DIRECTORY, Mapped
 from tests.store.conftest import Backend, MooncakeHost, Spawn, free_port, said, wait_for, why_no_mooncake
 
 MB = 1 << 20
@@ -292,26 +293,27 @@ def test_L2_a_process_that_gave_memory_and_is_killed_takes_its_objects_and_no_ot
     store.close()
 
 
-def test_an_owner_that_is_asked_to_end_leaves_no_memory_behind(mooncake_host: MooncakeHost) -> None:
-    from store.mooncake_segment import DIRECTORY
+def memory_of(pid: int) -> list[Path]:
+    maps = Path(f"/proc/{pid}/maps").read_text()
+    return [path for path in DIRECTORY.glob("*.bytes") if str(path) in maps]
 
-    before = set(DIRECTORY.glob("*.bytes")) if DIRECTORY.exists() else set()
+
+def test_an_owner_that_is_asked_to_end_leaves_no_memory_behind(mooncake_host: MooncakeHost) -> None:
     owner = mooncake_host.start(32 * MB, master=True)
-    assert len(set(DIRECTORY.glob("*.bytes")) - before) == 1
+    ours = memory_of(owner.pid)
+    assert len(ours) == 1
     owner.terminate()
-    assert owner.wait(20) == 0
-    assert not set(DIRECTORY.glob("*.bytes")) - before
+    assert owner.wait(20) == 0 and not ours[0].exists()
 
 
 def test_the_next_owner_takes_away_what_a_killed_one_left(mooncake_host: MooncakeHost) -> None:
-    from store.mooncake_segment import DIRECTORY
-
     owner = mooncake_host.start(32 * MB, master=True)
-    ours = {path for path in DIRECTORY.glob("*.bytes") if str(owner.pid)}
+    left = memory_of(owner.pid)
     owner.kill()
     owner.wait()
+    assert len(left) == 1 and left[0].exists()
     mooncake_host.start(32 * MB, master=True)
-    assert len([path for path in ours if path.exists()]) == len(ours) - 1
+    assert not left[0].exists()
 
 
 def test_two_masters_do_not_take_one_address(mooncake_host: MooncakeHost, spawn: Spawn) -> None:
