@@ -20,7 +20,7 @@ import numpy as np
 
 from store import mooncake_client as codes
 from store.base import Damaged, Gone, Lease, Ref, Unavailable
-from store.format import ALIGNMENT_BYTES, Entry, head_bytes, read_table, view
+from store.format import ALIGNMENT_BYTES, Entry, head_bytes, read_table, schema_version, view
 from store.mooncake_client import CHUNK_BYTES, Client, Place
 from store.mooncake_segment import Mapped
 
@@ -128,7 +128,8 @@ def lease(ref: Ref, found: Found, columns: Iterable[str] | None) -> Lease:
     if missing := [name for name in names if name not in entries]:
         raise ValueError(f"{ref.key!r} has no column {', '.join(map(repr, missing))}; it has {', '.join(entries) or 'none'}")
     wanted = [entries[name] for name in names]
-    return Lease(ref, dict(zip(names, _views(found, first, wanted), strict=True)), {name: entries[name].dtype for name in names})
+    views = dict(zip(names, _views(found, first, wanted), strict=True))
+    return Lease(ref, views, {name: entries[name].dtype for name in names}, schema_version(first))
 
 
 def _views(found: Found, first: np.ndarray, wanted: list[Entry]) -> list[np.ndarray]:

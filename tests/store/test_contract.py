@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from store import Column, EmbeddedStore, Exists, Full, Gone, MooncakeStore, Ref, open_store
+from store.base import SCHEMA_VERSION
 from tests.store.conftest import CAPACITY_BYTES, Backend
 
 ROW: dict[str, Any] = {
@@ -205,6 +206,14 @@ def test_an_object_goes_from_store_to_store_byte_for_byte(backend: Backend, tmp_
     assert list(store.open(there)) == list(ROW)
     back = backend.store.put_encoded("again", store.encoded(there))
     assert backend.store.encoded(back) == backend.store.encoded(first)
+
+
+def test_an_object_of_an_older_schema_says_so(backend: Backend) -> None:
+    new = backend.store.put("new", ROW)
+    encoded = bytearray(backend.store.encoded(new))
+    encoded[8:12], encoded[28:32] = (1).to_bytes(4, "little"), bytes(4)  # format 1 had no schema version
+    old = backend.store.put_encoded("old", bytes(encoded))
+    assert (backend.store.open(old).schema, backend.store.open(new).schema) == (1, SCHEMA_VERSION)
 
 
 def test_H6_parked_objects_come_back(backend: Backend, tmp_path: Path) -> None:
