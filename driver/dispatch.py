@@ -14,7 +14,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -41,7 +41,7 @@ from rollout.tokens import TokenizerView
 from rollout.tree import Trajectory as Tree
 from rollout.tree import row_columns
 from rollout.workflow import Task, Workflow, WorkflowFailed, single_turn
-from store import Ref
+from store import Ref, Value
 
 log = logging.getLogger("headrace.dispatch")
 SKIPS_AT_ONCE = 100
@@ -85,8 +85,6 @@ class Dispatch:
         self.tokens_sampled = 0
         self.cut_tokens = 0  # sampled for trajectories that the staleness preset discarded
         self._weights_bytes = weights_bytes(core.config.model.path, core.config.trainer.dtype)
-        self._store_seen_at = time.monotonic()
-        self._store_stats = core.store.stats()
         self._worked: dict[int, list[float]] = {}  # of live samples: what each of their trajectories took that lost no request
 
     # ---- the loop ------------------------------------------------------------------------------------------------------
@@ -230,6 +228,8 @@ class Dispatch:
         core, ledger, config = self._core, self._core.ledger, self._core.config
         if core.draining is not None:
             return "draining", f"no new samples: {core.draining}"
+        if core.gate.reason is not None:
+            return "store", f"the store is away: {core.gate.reason}"
         if core.feed.next_place(ledger.cursor) is None:
             if not core.feed.datasets():
                 return "data", "no dataset was submitted yet (headrace submit FILE)"
@@ -277,11 +277,7 @@ class Dispatch:
 
     def _store_free_bytes(self, reserved_bytes: int) -> int:
         """Room for rows of samples not yet registered (B2). The store is asked at most five times a second."""
-        now = time.monotonic()
-        if now - self._store_seen_at > 0.2:
-            self._store_seen_at = now
-            self._store_stats = self._core.store.stats()
-        stats = self._store_stats
+        stats = self._core.gate.stats()
         return stats.capacity_bytes - stats.used_bytes - reserved_bytes - 2 * self._weights_bytes
 
     # ---- one trajectory ------------------------------------------------------------------------------------------------
@@ -327,7 +323,7 @@ class Dispatch:
                 retry(core, trajectory, "data" if error.data else "infrastructure", str(error))
         reward = sum(leaf.score for leaf in leaves) / len(leaves)
         if trajectory.state != RUNNING:  # its sample was discarded meanwhile
-            core.store.free([Ref.from_wire(ref) for leaf in leaves for ref in (leaf.rollout, leaf.reward)])
+            core.gate.free([Ref.from_wire(ref) for leaf in leaves for ref in (leaf.rollout, leaf.reward)])
             return
         core.apply(
             TrajectoryReady(
@@ -384,12 +380,14 @@ class Dispatch:
         leaves = tree.leaves()
         attempt = trajectory.infrastructure_attempts + trajectory.data_attempts
         refs: list[Ref] = []
+        written: dict[str, Mapping[str, Value]] = {}
+        epoch = core.gate.epoch
         try:
             pending: list[tuple[str, Ref, int, int, Awaitable[Any]]] = []
             for number, leaf in enumerate(leaves):
                 row_id = f"{trajectory.traj_uid}a{attempt:04d}l{number:04d}"
                 columns = row_columns(leaf, config.rollout.sampling.temperature)
-                ref = core.store.put(f"{core.run_id}/{row_id}/rollout", columns)
+                ref = await self._put(f"{core.run_id}/{row_id}/rollout", columns, written)
                 refs.append(ref)
                 *before, last = leaf.turns
                 job = Job(
@@ -406,13 +404,23 @@ class Dispatch:
             out = []
             for row_id, ref, length, response_tokens, waiting in pending:
                 result = await waiting
-                reward_ref = core.store.put(f"{core.run_id}/{row_id}/reward", reward_columns(result.score, result.is_correct))
+                reward = reward_columns(result.score, result.is_correct)
+                reward_ref = await self._put(f"{core.run_id}/{row_id}/reward", reward, written)
                 refs.append(reward_ref)
                 out.append(Leaf(row_id, ref.to_wire(), reward_ref.to_wire(), length, response_tokens, result.score, result.is_correct))
+            while epoch != core.gate.epoch:  # the store was lost meanwhile, and with it what had been put
+                epoch = core.gate.epoch
+                for key, content in written.items():
+                    await core.gate.put(key, content, again=True)
             return out
         except BaseException:
-            core.store.free(refs)
+            core.gate.free(refs)
             raise
+
+    async def _put(self, key: str, columns: Mapping[str, Value], written: dict[str, Mapping[str, Value]]) -> Ref:
+        """`written` holds what was put for as long as nobody else speaks of it."""
+        written[key] = columns
+        return await self._core.gate.put(key, columns)
 
     def _row(self, sample: Sample) -> DataRow:
         if sample.uid not in self._rows:
@@ -444,7 +452,7 @@ class Dispatch:
         self._core.apply(SampleDiscarded(uid=sample.uid, reason=reason, time=time.time(), filtered_from=filtered_from))
         for trajectory in ready:
             self._on_discarded(sample, trajectory)
-        self._core.store.free([Ref.from_wire(ref) for t in ready for leaf in t.leaves for ref in (leaf.rollout, leaf.reward)])
+        self._core.gate.free([Ref.from_wire(ref) for t in ready for leaf in t.leaves for ref in (leaf.rollout, leaf.reward)])
 
 
 def reward_columns(score: float, is_correct: bool | None) -> dict[str, Any]:

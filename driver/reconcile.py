@@ -14,12 +14,15 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
+
 from driver.core import Core
 from driver.events import Found, Restarted, RowsLost, SampleDiscarded, TrajectoryRetried
 from driver.ledger import CONSUMED, Sample
 from driver.prefix_log import PrefixLog
 from driver.row_snapshot import RowSnapshot, wanted_keys
-from store import EmbeddedStore, StoreError
+from driver.store_gate import moved
+from store import Store, StoreError
 
 log = logging.getLogger("headrace.reconcile")
 
@@ -28,13 +31,12 @@ class CannotContinue(RuntimeError):
     """A configuration with which this run can not go on. A sentence for the user."""
 
 
-def reconcile(
-    core: Core, store: EmbeddedStore, settle: Callable[[Sample], None], prefixes: PrefixLog, snapshot: RowSnapshot
-) -> Found | None:
+def reconcile(core: Core, store: Store, settle: Callable[[Sample], None], prefixes: PrefixLog, snapshot: RowSnapshot) -> Found | None:
     """Before any loop runs. `settle` is told each live sample, and decides on those of which nothing runs. Returns what was found; None at
     the first start. CannotContinue."""
     ledger, config = core.ledger, core.config
     continued = ledger.next_uid > 0
+    _move(core, store.location)
     sources = _find_rows(core, store, snapshot, config.directory / "parked")
     nowhere = [ledger.trajectory(traj_uid) for traj_uid, source in sources.items() if source == "again"]
     lost = [t for t in nowhere if t is not None and t.state != CONSUMED]
@@ -91,7 +93,16 @@ def reconcile(
     return found
 
 
-def _find_rows(core: Core, store: EmbeddedStore, snapshot: RowSnapshot, parked: Path) -> dict[str, str]:
+def _move(core: Core, location: str) -> None:
+    """The store may be another one than in the run's last life: what comes back from disk comes into this one."""
+    for trajectory in (t for s in core.ledger.samples.values() for t in s.trajectories):
+        trajectory.leaves = tuple(
+            msgspec.structs.replace(leaf, rollout=moved(leaf.rollout, location), reward=moved(leaf.reward, location))
+            for leaf in trajectory.leaves
+        )
+
+
+def _find_rows(core: Core, store: Store, snapshot: RowSnapshot, parked: Path) -> dict[str, str]:
     """Where the rows of each ready or consumed trajectory were: the last of memory, parked, snapshot, again that any of them needed."""
     wanted = wanted_keys(core)
     memory = set(store.keys())

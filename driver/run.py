@@ -46,9 +46,11 @@ from driver.push import Pusher
 from driver.reconcile import CannotContinue, reconcile
 from driver.routing import Routing
 from driver.row_snapshot import RowSnapshot
+from driver.run_store import RunStore
 from driver.scoring import Scoring
 from driver.settings import RunConfig
 from driver.snapshot import PushImpossible, Snapshot
+from driver.store_watch import StoreWatch
 from driver.stream_db import StreamError
 from driver.training import CheckpointMissing, Training
 from driver.transport import Transports
@@ -58,7 +60,7 @@ from rollout.client import make_http
 from rollout.pool import EnginePool
 from rollout.router import RouterClient
 from rollout.tokens import TokenizerView
-from store import EmbeddedStore, StoreError, StoreStats
+from store import StoreStats, Unavailable
 from trainer.client import TrainerRefused
 
 log = logging.getLogger("headrace.run")
@@ -83,8 +85,8 @@ class Run:
         self.log_directory.mkdir(exist_ok=True)
         db = LedgerDB(config.directory / "ledger.sqlite")
         ledger = db.load()
-        store = EmbeddedStore(config.store_directory, config.store.capacity_bytes)
-        store.claim()
+        self.run_store = RunStore(config)
+        store = self.run_store.store
         feed = Feed(db, seed=config.seed, shuffle=config.shuffle, passes=config.stop.epochs)
         self.core = Core(config, ledger, db, feed, store)
         self.store = store
@@ -169,8 +171,8 @@ class Run:
         self.history = History(self)
         self.dispatch.judge.pause = self.pause
         self.curriculum = Curriculum(self, config.curriculum) if config.curriculum is not None else None
+        self.store_watch = StoreWatch(self.core, self.snapshot, again=self.dispatch.enqueue)
         self._stop = asyncio.Event()
-        self._store_gone = False
 
     def _pusher_of(self, pool: EnginePool) -> Pusher:
         return Pusher(
@@ -179,6 +181,7 @@ class Run:
             logprob_tolerance=self.config.logprob_tolerance,
             replace=lambda slot, reason: self.processes.replace(slot.engine_id, reason),
             transports=self.transports,
+            gate=self.core.gate,
         )
 
     def _offer(self, snapshot: Snapshot) -> None:
@@ -195,8 +198,9 @@ class Run:
             await self._wind_down()
             return
         try:
+            await self.run_store.open(self)
             self.found = reconcile(self.core, self.store, self.dispatch.settle, self.prefixes, self.snapshot)
-        except (CannotContinue, LedgerError) as error:
+        except (CannotContinue, LedgerError, StartFailed, PlanError, Unavailable) as error:
             self.failure, self.state = str(error), "failed"
             await self._wind_down()
             return
@@ -217,6 +221,7 @@ class Run:
                 *([("routing", self.routing.run())] if self.routing is not None else []),
                 *([("prefix log", self.prefixes.run())] if rollout.prefix_log_every_s is not None else []),
                 *([("snapshot", self.snapshot.run())] if self.snapshot.every_s is not None else []),
+                *([("store", self.store_watch.run())] if self.run_store.place is not None else []),
                 *([("curriculum", self.curriculum.run())] if self.curriculum is not None else []),
             )
         ]
@@ -316,7 +321,11 @@ class Run:
         with contextlib.suppress(OSError):  # it is missed by the model only
             whatif_facts.keep(core.measured, self.config.directory)
         self.history.metrics.close()
-        self._keep_rows()
+        await core.gate.settle(self.config.stop_deadline_s)
+        await core.gate.ask(self._keep_rows)
+        core.gate.close()
+        self.store_watch.close()
+        await self.processes.stop_store()
         await self.http.aclose()
         if self.failure:
             self.state = "failed"
@@ -328,28 +337,16 @@ class Run:
 
     def _keep_rows(self) -> None:
         """What the ledger on disk may still speak of goes to disk too; where it can not, it stays in shared memory for the next start."""
-        if self.core.ledger.ended is None or self.core.db.failure:
-            parked = self.config.directory / "parked"
-            try:
-                kept = self.store.park(parked)
-            except (OSError, StoreError) as error:
-                self.failure = self.failure or f"the ready rows can not be kept in {parked}: {error}; free space there"
-                log.warning(
-                    "the ready rows stay in %s: %s; a start finds them there, unless the host is restarted before",
-                    self.store.location,
-                    error,
-                )
-                return
-            log.info("%d objects are kept in %s for the next start", kept, parked)
-        self.store.remove()
-        self._store_gone = True
+        wanted = self.core.ledger.ended is None or self.core.db.failure
+        failure = self.run_store.keep(self.config.directory / "parked" if wanted else None)
+        self.failure = self.failure or failure
 
     def close(self) -> None:
         """Let go of the ledger."""
         self.core.db.close()
 
     def store_stats(self) -> StoreStats:
-        return StoreStats(0, 0, self.config.store.capacity_bytes) if self._store_gone else self.store.stats()
+        return self.run_store.stats(self)
 
     # ---- commands ------------------------------------------------------------------------------------------------------
 
