@@ -36,11 +36,9 @@ class Place:
     master: bool
     gives_bytes: int
 
-    def owner(self, port: int, directory: Path | None) -> list[str]:
+    def owner(self, port: int) -> list[str]:
         """The flags of `store.mooncake_owner` here."""
         flags = {"--location": self.location, "--port": port, "--capacity-bytes": self.gives_bytes, "--host": self.address}
-        if directory is not None:
-            flags["--directory"] = directory
         return [str(part) for flag in flags.items() for part in flag] + ["--master"] * self.master
 
 
@@ -117,18 +115,16 @@ def lacking(config: RunConfig) -> list[str]:
         found += [f"store.mooncake: port {port} is taken: end what uses it, or leave it out for a free one" for port in taken]
     else:
         found += _silent(mooncake.master)
-    return [*found, *_no_room(config.store.directory or SHARED_MEMORY, room_bytes(gives_bytes(config)))]
+    return [*found, *_no_room(room_bytes(gives_bytes(config)))]
 
 
-def _no_room(directory: Path, needed: int) -> list[str]:
-    while not directory.exists():
-        directory = directory.parent
-    facts = os.statvfs(directory)
+def _no_room(needed: int) -> list[str]:
+    facts = os.statvfs(SHARED_MEMORY)
     free = facts.f_bavail * facts.f_frsize
     if free >= needed:
         return []
     return [
-        f"{directory} has {free / 2**30:.1f} GiB free, this host's part takes {needed / 2**30:.1f}: enlarge it (Docker: --shm-size), "
+        f"{SHARED_MEMORY} has {free / 2**30:.1f} GiB free, this host's part takes {needed / 2**30:.1f}: enlarge it (Docker: --shm-size), "
         "or lower store.capacity_bytes"
     ]
 

@@ -191,7 +191,7 @@ class Specs:
         assert place is not None
 
         def build(incarnation: int, port: int) -> list[str]:
-            return self._module("store.mooncake_owner", *place.owner(port, self._config.store.directory))
+            return self._module("store.mooncake_owner", *place.owner(port))
 
         return self._spec("store", 0, build, start_deadline_s=60.0)
 

@@ -23,7 +23,7 @@ class RunStore:
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config
-        self._gone = False
+        self.gone = False
         self.place: Place | None = None
         if config.store_kind == "mooncake":
             if missing := lacking(config):
@@ -77,10 +77,10 @@ class RunStore:
             log.info("%d objects are kept in %s for the next start", kept, parked)
         with contextlib.suppress(*[Unavailable] * (self.place is not None)):  # its processes end next
             self.store.remove()
-        self._gone = True
+        self.gone = True
         return None
 
     def stats(self, run: Run) -> StoreStats:
-        if self._gone:
+        if self.gone:
             return StoreStats(0, 0, self._config.store.capacity_bytes)
         return self.store.stats() if self.place is None else run.core.gate.stats()

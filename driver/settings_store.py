@@ -53,7 +53,7 @@ class StoreConfig(_Section):
         None,
         description="embedded: shared memory of this host; mooncake: of many hosts; null: mooncake with `hosts`, else embedded",
     )
-    directory: Path | None = Field(None, description="default /dev/shm/headrace-UID-RUN; must be a memory file system")
+    directory: Path | None = Field(None, description="embedded: default /dev/shm/headrace-UID-RUN; must be a memory file system")
     capacity_bytes: int = Field(1 << 30, ge=1 << 20)
     snapshot_every_s: float | None = Field(
         None,

@@ -11,8 +11,11 @@ import pytest
 
 from driver.events import BatchAssembled
 from driver.ledger import Ledger
+from driver.store_gate import StoreGate
 from driver.training import CheckpointMissing, Training, skipped_reason
 from tests.driver.conftest import ready, register
+
+NOTHING: Any = None
 
 
 def test_A2_a_step_that_the_trainer_skipped_is_not_taken_over_as_trained(tmp_path):
@@ -34,7 +37,9 @@ async def test_A2_W7_a_checkpoint_of_batches_that_the_ledger_never_knew_is_refus
     ledger.apply(register(ledger, n=1))
     ledger.apply(ready(0, 0))
     ledger.apply(BatchAssembled(batch_id=0, uids=(0,), plan=b"[]", time=1.0))
-    core: Any = SimpleNamespace(ledger=ledger, config=SimpleNamespace(directory=tmp_path), apply=ledger.apply, bell=lambda: None)
+    core: Any = SimpleNamespace(
+        ledger=ledger, config=SimpleNamespace(directory=tmp_path), apply=ledger.apply, bell=lambda: None, gate=StoreGate(NOTHING)
+    )
     nothing: Any = None
     training = Training(
         core,
@@ -62,6 +67,7 @@ async def test_A5_W1_weights_are_published_only_when_the_ledger_has_on_disk_that
         config=SimpleNamespace(push=SimpleNamespace(bucket_bytes=1)),
         db=SimpleNamespace(durable=on_disk.wait),
         bell=lambda: None,
+        gate=StoreGate(NOTHING),
     )
     published: list[Any] = []
     nothing: Any = None
