@@ -15,7 +15,7 @@ import contextlib
 import errno
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import orjson
@@ -324,7 +324,7 @@ class Run:
             whatif_facts.keep(core.measured, self.config.directory)
         self.history.metrics.close()
         await core.gate.settle(self.config.stop_deadline_s)
-        await core.gate.ask(self._keep_rows)
+        await self._in_time(core.gate.ask(self._keep_rows))
         core.gate.close()
         self.store_watch.close()
         await self.processes.stop_store()
@@ -336,6 +336,16 @@ class Run:
             self.state = "finished" if core.ledger.ended else "stopped"
         for side in list(core.waits):
             core.waiting(side, None)
+
+    async def _in_time(self, keeping: Awaitable[None]) -> None:
+        """A store that hangs does not keep the run from ending."""
+        try:
+            async with asyncio.timeout(self.config.stop_deadline_s):
+                await keeping
+        except TimeoutError:
+            self.failure = (
+                self.failure or f"{self.run_store.store.location} has not given its rows within {self.config.stop_deadline_s:g} s"
+            )
 
     def _keep_rows(self) -> None:
         """What the ledger on disk may still speak of goes to disk too; where it can not, it stays in shared memory for the next start."""

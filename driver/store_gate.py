@@ -18,7 +18,8 @@ from typing import Any, TypeVar
 from store import Exists, Ref, Store, StoreError, StoreStats, Unavailable, Value
 
 log = logging.getLogger("headrace.store")
-PUTS_AT_ONCE = 4
+PUTS_AT_ONCE = 16
+PUT_S = 30.0  # longer than the client's own time-outs together: what has not come back by then will not
 AGAIN_S = 0.2
 T = TypeVar("T")
 STATS_S = 0.2  # how old what is known of the store's use may be
@@ -95,10 +96,14 @@ class StoreGate:
         return question() if self._puts is None else await asyncio.wrap_future(self._puts.submit(question))
 
     async def _in_thread(self, threads: ThreadPoolExecutor, call: Callable[[], Ref]) -> Ref:
-        """What is put for a caller that is cancelled meanwhile is freed: nobody else knows of it."""
+        """What is put for a caller that is cancelled meanwhile is freed: nobody else knows of it. One that does not come back is left to
+        itself."""
         putting = threads.submit(call)
         try:
-            return await asyncio.wrap_future(putting)
+            done, _ = await asyncio.wait([asyncio.wrap_future(putting)], timeout=PUT_S)
+            if not done:
+                raise Unavailable(f"a put has not come back for {PUT_S:g} s")
+            return done.pop().result()
         except asyncio.CancelledError:
             putting.add_done_callback(lambda done: None if done.cancelled() or done.exception() else self.free([done.result()]))
             raise

@@ -71,7 +71,7 @@ class StoreWatch:
 
     def down(self, name: str, reason: str) -> None:
         """A process that holds the store has died, or is to be ended because it hangs."""
-        self._down[name] = reason.splitlines()[0]
+        self._down[name] = reason.splitlines()[0].partition("; its log")[0]
         self._shut(self._down[name])
 
     def up(self, name: str) -> None:
@@ -105,7 +105,8 @@ class StoreWatch:
         try:
             found = await self._ask()
         except StoreError as error:
-            self._shut(str(error))
+            if not self._down:  # else it is known why
+                self._shut(str(error))
             return
         lost = self._parts - found
         if lost:
