@@ -125,8 +125,9 @@ class Dispatch:
                 await self._bell.wait(1.0)
 
     def enqueue(self, sample: Sample) -> None:
-        """What is running of this sample and has no task: after a restart, or because its rows were lost."""
-        self._queue.extend((sample, t) for t in sample.in_state(RUNNING) if t.traj_uid not in self._tasks)
+        """What is running of this sample, has no task and does not wait for one: after a restart, or because its rows were lost."""
+        waits = {t.traj_uid for _, t in self._queue}
+        self._queue.extend((sample, t) for t in sample.in_state(RUNNING) if t.traj_uid not in self._tasks and t.traj_uid not in waits)
 
     def cut(self, sample: Sample, reason: str) -> None:
         """Discard what is running of a sample: its requests are aborted and their slots free, its rows go, and its siblings are settled."""

@@ -154,6 +154,7 @@ class StoreWatch:
         present = keys & set(await self._in_thread(self._store.keys))
         restored = await self._in_thread(self._snapshot.restore, keys - present)
         counted: Counter[str] = Counter()
+        again: set[int] = set()
         for traj_uid, those in wanted.items():
             trajectory = core.ledger.trajectory(traj_uid)
             if trajectory is None or trajectory.state not in (READY, CONSUMED):
@@ -167,7 +168,9 @@ class StoreWatch:
             else:
                 counted["again"] += 1
                 core.apply(RowsLost(traj_uid=traj_uid, reason=f"its rows were lost with the store: {reason}"))
-                self._again(core.ledger.samples[trajectory.uid])
+                again.add(trajectory.uid)
+        for uid in sorted(again):
+            self._again(core.ledger.samples[uid])
         loss = Loss(time=time.time(), reason=reason, **counted)
         name = f"{PREFIX}{len(self.losses):06d}"
         core.db.write([Upsert("meta", {"name": name, "value": msgspec.json.encode(loss)})])
