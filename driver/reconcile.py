@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from driver.core import Core
-from driver.events import Found, Restarted, RowsLost, SampleDiscarded, TrajectoryRetried
+from driver.events import Found, Restarted, RowsLost, TrajectoryRetried
 from driver.ledger import CONSUMED, Sample
 from driver.prefix_log import PrefixLog
 from driver.row_snapshot import RowSnapshot, wanted_keys
@@ -62,11 +62,7 @@ def reconcile(core: Core, store: Store, settle: Callable[[Sample], None], prefix
         core.apply(Restarted(found=found, time=time.time()))
     for sample in list(ledger.live()):
         settle(sample)
-    for sample in list(ledger.evaluated()):
-        core.apply(SampleDiscarded(uid=sample.uid, reason="evaluation: the driver was restarted", time=time.time()))
-    owned = {
-        ref["key"] for s in ledger.samples.values() for t in s.trajectories for leaf in t.leaves for ref in (leaf.rollout, leaf.reward)
-    }
+    owned = {ref["key"] for s in ledger.samples.values() for t in s.trajectories for leaf in t.leaves for ref in leaf.refs}
     orphans = [store.ref(key) for key in set(store.keys()) - owned]
     store.free(orphans)
     if not continued:
@@ -97,7 +93,12 @@ def _move(core: Core, location: str) -> None:
     """The store may be another one than in the run's last life: what comes back from disk comes into this one."""
     for trajectory in (t for s in core.ledger.samples.values() for t in s.trajectories):
         trajectory.leaves = tuple(
-            msgspec.structs.replace(leaf, rollout=moved(leaf.rollout, location), reward=moved(leaf.reward, location))
+            msgspec.structs.replace(
+                leaf,
+                rollout=moved(leaf.rollout, location),
+                reward=moved(leaf.reward, location),
+                extras=None if leaf.extras is None else moved(leaf.extras, location),
+            )
             for leaf in trajectory.leaves
         )
 

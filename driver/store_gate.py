@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from store import Exists, Ref, Store, StoreError, StoreStats, Unavailable, Value
+from store import Ref, Store, StoreError, StoreStats, Unavailable, Value
 
 log = logging.getLogger("headrace.store")
 PUTS_AT_ONCE = 16
@@ -71,34 +71,35 @@ class StoreGate:
 
     # ---- what lies in it ---------------------------------------------------------------------------------------------------
 
-    async def put(self, key: str, columns: Mapping[str, Value], *, again: bool = False) -> Ref:
-        """Waits while the store is away. Raises Exists (unless it is put `again`), Full, ValueError; Unavailable only of a store that is
-        here."""
+    async def put(self, key: str, columns: Mapping[str, Value]) -> Ref:
+        """Waits while the store is away. Raises Exists, Full, ValueError; Unavailable only of a store that is here.
+
+        Of a put that failed nobody knows what it left behind, so the next try has a key of its own.
+        """
+        tried: list[str] = []
         while True:
             await self.usable()
+            name = f"{key}~{len(tried)}" if tried else key
             try:
-                if self._puts is None:
-                    return self.store.put(key, columns)
-                return await self._in_thread(self._puts, lambda: self.store.put(key, columns))
-            except Exists:
-                if not again:
-                    raise
-                return self.store.ref(key)  # the answer was lost, not the object
+                ref = self.store.put(name, columns) if self._puts is None else await self._in_thread(self._puts, name, columns)
             except Unavailable as error:
                 if not self.elsewhere:
                     raise
-                again = True
+                tried.append(name)
                 self.doubt(str(error))
                 await asyncio.sleep(AGAIN_S)
+                continue
+            self.free(Ref(before, 0, self.store.location) for before in tried)
+            return ref
 
     async def ask(self, question: Callable[[], T]) -> T:
         """What `question`, which asks the store, answers. Raises what it raises."""
         return question() if self._puts is None else await asyncio.wrap_future(self._puts.submit(question))
 
-    async def _in_thread(self, threads: ThreadPoolExecutor, call: Callable[[], Ref]) -> Ref:
+    async def _in_thread(self, threads: ThreadPoolExecutor, key: str, columns: Mapping[str, Value]) -> Ref:
         """What is put for a caller that is cancelled meanwhile is freed: nobody else knows of it. One that does not come back is left to
         itself."""
-        putting = threads.submit(call)
+        putting = threads.submit(self.store.put, key, columns)
         try:
             done, _ = await asyncio.wait([asyncio.wrap_future(putting)], timeout=PUT_S)
             if not done:

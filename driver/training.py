@@ -219,6 +219,8 @@ class Training:
                         rows[leaf.row_id] = WireRow(
                             row_id=leaf.row_id,
                             rollout=WireRef.model_validate(leaf.rollout),
+                            row=leaf.row,
+                            extras=None if leaf.extras is None else WireRef.model_validate(leaf.extras),
                             advantage=advantage,
                             score=leaf.score,
                             sequence=trajectory.traj_uid,
@@ -354,7 +356,7 @@ class Training:
             outcome, reason = (DISCARDED, f"step skipped: {batch.skipped}") if batch.skipped else (TRAINED, None)
             await self._archive(samples, outcome, reason)
             leaves = [leaf for s in samples for t in s.in_state("consumed") for leaf in t.leaves]
-            done += [Ref.from_wire(ref) for leaf in leaves for ref in (leaf.rollout, leaf.reward)]
+            done += [Ref.from_wire(ref) for leaf in leaves for ref in leaf.refs]
         core.apply(VersionCommitted(version=version, checkpoint=path, time=time.time()))
         await core.db.durable()
         core.gate.free(done)
@@ -451,7 +453,7 @@ def _decode_plan(plan: bytes, location: str) -> list[MiniBatch]:
     """As it is on disk, but for where the store is: that may be another place than in the run's last life."""
     decoded = msgspec.json.decode(plan)
     for row in (row for mini in decoded for rank in mini["ranks"] for micro_batch in rank for row in micro_batch):
-        row["rollout"] = moved(row["rollout"], location)
+        row |= {hop: moved(row[hop], location) for hop in ("rollout", "extras") if row.get(hop)}
     return [MiniBatch.model_validate(mini) for mini in decoded]
 
 
@@ -468,9 +470,9 @@ def skipped_reason(trained_rows: Path, batch_id: int) -> str | None:
 
 def rows_present(core: Core, leaves: tuple[Any, ...]) -> bool:
     """Do all rows of these leaves still lie in the store?"""
-    for leaf in leaves:
+    for ref in [ref for leaf in leaves for ref in leaf.refs if ref is not leaf.reward]:
         try:
-            core.store.open(Ref.from_wire(leaf.rollout), []).close()
+            core.store.open(Ref.from_wire(ref), []).close()
         except Gone:
             return False
     return True

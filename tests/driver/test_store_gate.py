@@ -76,12 +76,24 @@ async def test_B2_a_put_that_meets_a_store_that_is_away_waits_and_is_made_again_
     assert not other.done(), "it is not tried while the gate is shut"
     gate.open()
     await asyncio.gather(putting, other)
-    assert sorted(store.keys()) == ["a", "b"]
+    assert sorted(store.keys()) == ["a~1", "b"]
 
 
-async def test_B2_an_object_whose_answer_was_lost_is_not_put_twice(store, gate):
-    made = store.put("a", COLUMNS)
-    assert await gate.put("a", COLUMNS, again=True) == made
+async def test_W8_a_put_whose_answer_was_lost_leaves_no_object_behind(store, gate, monkeypatch):
+    put, lost = store.put, []
+
+    def answer_is_lost(key, columns):
+        ref = put(key, columns)
+        if not lost:
+            lost.append(key)
+            raise Unavailable("connection reset")
+        return ref
+
+    monkeypatch.setattr(store, "put", answer_is_lost)
+    gate.on_doubt = gate.open
+    ref = await gate.put("a", COLUMNS)
+    await gate.settle(30)
+    assert store.keys() == [ref.key] == ["a~1"] and lost == ["a"]
 
 
 async def test_W8_what_was_put_for_somebody_who_is_cancelled_meanwhile_is_freed(store, gate):
