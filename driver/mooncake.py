@@ -7,8 +7,6 @@ The location stands in every reference, so the ports of a run's own master are c
 
 from __future__ import annotations
 
-import ctypes
-import importlib.util
 import json
 import os
 import socket
@@ -17,13 +15,13 @@ from pathlib import Path
 
 from driver.life import free_port, is_free
 from driver.settings import RunConfig
-from store import mooncake_location
+from store import Unavailable, mooncake_location
+from store.mooncake_client import installed
 from trainer.address import address_towards
 
 SHARED_MEMORY = Path("/dev/shm")
 HTTP_PORT = 9003  # mooncake_master's own
 ROOM = 1.25  # what an owner takes of shared memory for each byte it gives
-LIBRARY = "libibverbs.so.1"
 PORTS = "store.json"
 
 
@@ -86,15 +84,18 @@ def _ports(path: Path, *configured: int | None) -> list[int]:
     return ports
 
 
+def absent() -> list[str]:
+    """What of Mooncake is not installed here, with the remedy."""
+    try:
+        installed()
+    except Unavailable as error:
+        return [str(error)]
+    return []
+
+
 def lacking(config: RunConfig) -> list[str]:
     """What a run by Mooncake needs and this host has not, each with the remedy. Nothing is started."""
-    found = []
-    if importlib.util.find_spec("mooncake") is None:
-        found.append("Mooncake is not installed: `make mooncake`, or store.kind: embedded on one host")
-    try:
-        ctypes.CDLL(LIBRARY)
-    except OSError:
-        found.append(f"{LIBRARY} is missing, which Mooncake needs without RDMA too: apt-get install libibverbs1 (`make mooncake` does)")
+    found = absent()
     for host in config.hosts:
         try:
             socket.getaddrinfo(host, None)

@@ -78,6 +78,11 @@ class StoreWatch:
         self._down.pop(name, None)
         self._asked.set()
 
+    def facts(self) -> dict[str, Any]:
+        """For the status."""
+        last = msgspec.to_builtins(self.losses[-1]) if self.losses else None
+        return {"away": self._gate.reason, "losses": len(self.losses), "last_loss": last}
+
     # ---- the loop ------------------------------------------------------------------------------------------------------------
 
     async def begin(self) -> None:

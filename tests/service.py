@@ -48,10 +48,10 @@ class ServiceUnderTest:
         with said.open("wb") as errors:  # not a pipe that nobody reads: who writes much to it would stand still
             self.process = subprocess.Popen(self._on([*argv, *flags]), stderr=errors, cwd=self.directory.parent, env=self._environment)
         path = self.directory / "service.json"
-        until = time.monotonic() + 60
+        until = time.monotonic() + 240
         while not path.exists() or json.loads(path.read_text())["pid"] != self.process.pid:
             assert self.process.poll() is None, said.read_text()
-            assert time.monotonic() < until, "no service.json within 60 s"
+            assert time.monotonic() < until, "no service.json within 240 s"
             time.sleep(0.05)
         self.url = json.loads(path.read_text())["url"]
 
