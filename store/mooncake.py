@@ -243,7 +243,7 @@ class MooncakeStore:
     # The owner
 
     def claim(self) -> None:
-        path = checked(DIRECTORY) / f"{self._address.name}-{quoted(self._address.master)}.owner"
+        path = self._claim_path()
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -251,6 +251,9 @@ class MooncakeStore:
             os.close(handle)
             raise ValueError(f"another run has its store at {self._location}: end it, or give this run another run_id") from None
         self._claim = handle
+
+    def _claim_path(self) -> Path:
+        return checked(DIRECTORY) / f"{self._address.name}-{quoted(self._address.master)}.owner"
 
     def park(self, directory: Path) -> int:
         return parking.park(self, directory)
@@ -267,6 +270,7 @@ class MooncakeStore:
                 raise
             log.warning("%s. What was stored is gone with it", error)
         if self._claim is not None:
+            self._claim_path().unlink(missing_ok=True)
             os.close(self._claim)
             self._claim = None
         self.close()
