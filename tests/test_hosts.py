@@ -23,7 +23,7 @@ from tests.netns import Network, hosts
 from tests.service import ServiceUnderTest
 from tests.test_whole import check_accounts
 
-SAMPLES, N, BATCHES = 6, 4, 8
+SAMPLES, N = 6, 4
 LONG_S = 400.0
 TOKEN = "three-hosts"
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.skipif(bool(absent()), reason="; ".join(absent()))]
@@ -74,10 +74,10 @@ def settings(network: Network, *more: str) -> tuple[str, ...]:
     return (
         f"hosts=[{network.address(2)}, {network.address(3)}]",  # and so the store is Mooncake's
         f"store.capacity_bytes={64 << 20}",
-        f"stop.batches={BATCHES}",
+        "stop.batches=150",
         f"batch.samples={SAMPLES}",
         f"rollout.n={N}",
-        "checkpoint.every=100",
+        "checkpoint.every=150",  # rows stay until then
         f"service.host={network.address(1)}",
         f"service.token={TOKEN}",
         *more,
@@ -99,10 +99,12 @@ def begun(service: ServiceUnderTest) -> None:
 
 
 def check_end(service: ServiceUnderTest) -> None:
+    service.http.post(f"{service.url}/v1/runs/sort-digits/drain").raise_for_status()
     status = service.wait(lambda s: s["state"] == "finished", "the end", LONG_S)
     check_accounts(service, status)
     check(service.directory, N, 2)
-    assert status["trajectories"]["trained"] == BATCHES * SAMPLES * N and status["trajectories"]["discarded"] == 0
+    counted = status["trajectories"]
+    assert counted["trained"] == counted["registered"] > 2 * SAMPLES * N and counted["discarded"] == 0, counted
 
 
 def test_A1_B2_L1_a_trainer_on_a_second_host_reads_its_rows_and_a_host_that_is_cut_off_is_named_and_comes_back(
@@ -126,7 +128,7 @@ def test_A1_B2_L1_a_trainer_on_a_second_host_reads_its_rows_and_a_host_that_is_c
         version = service.run()["trained_version"]
         lost = reader.read(rows[0])
         assert network.address(1) in lost["unreadable"], "the reader names the host that it can not reach"
-        service.wait(lambda s: s["trained_version"] > version or s["state"] == "finished", "the others go on", LONG_S)
+        service.wait(lambda s: s["trained_version"] > version, "the others go on", LONG_S)
         network.mend(2)
         until = time.monotonic() + 120
         while "unreadable" in (again := reader.read(rows[0])):
@@ -155,7 +157,7 @@ def test_A1_A2_B2_L1_the_host_that_holds_the_store_is_cut_off_for_a_while_and_no
         assert not [p for p in service.run("/processes") if p["role"] == "store"], "nothing of the store runs here"
         network.cut(3)
         status = service.wait(lambda s: s["store"]["away"] is not None and "store" in s["why"], "it is named", LONG_S)
-        assert network.address(3) in status["why"]["store"]["reason"] or "Unavailable" in status["why"]["store"]["reason"], status["why"]
+        assert network.address(3) in status["why"]["store"]["reason"], status["why"]
         registered = status["trajectories"]["registered"]
         for _ in range(5):
             time.sleep(0.5)  # cut off for a while: less than the master takes to give an owner up
