@@ -26,15 +26,17 @@ def add_routes(app: FastAPI, run_dep: Any) -> None:
         samples = [run.core.ledger.samples[uid] for uid in batch.uids]
         leaves = {leaf.row_id: (sample.uid, leaf) for sample in samples for t in sample.trajectories for leaf in t.leaves}
         said = {"run_id": run.core.run_id, "batch_id": batch_id, "state": batch.state, "samples": len(samples), "rows": len(leaves)}
-        return said | await asyncio.to_thread(_explained, batch.plan, leaves, run.terms)
+        return said | await asyncio.to_thread(_explained, batch.plan, run.core.store.location, leaves, run.terms)
 
 
-def _explained(plan: bytes, leaves: dict[str, tuple[int, Leaf]], terms: Terms) -> dict[str, Any]:
+def _explained(plan: bytes, location: str, leaves: dict[str, tuple[int, Leaf]], terms: Terms) -> dict[str, Any]:
     def known(row_id: str) -> PlanRow:
         uid, leaf = leaves[row_id]
         return PlanRow(row_id, uid, leaf.length, leaf.response_tokens)
 
-    mini_batches = [[[[known(row.row_id) for row in micro] for micro in rank] for rank in mini.ranks] for mini in decode_plan(plan)]
+    mini_batches = [
+        [[[known(row.row_id) for row in micro] for micro in rank] for rank in mini.ranks] for mini in decode_plan(plan, location)
+    ]
     explained = [explain(mini, terms) for mini in mini_batches]
     without = len(leaves) - sum(mini["rows"] for mini in explained)
     return {"rows_without_advantage": without, "terms": msgspec.to_builtins(terms), "mini_batches": explained}
