@@ -120,6 +120,7 @@ async def test_A2_after_a_loss_of_the_store_what_was_applied_is_committed_and_on
         on_running_again=lambda sample: again.append(sample.uid),
         replace=NOTHING,
         holds=NOTHING,
+        terms=NOTHING,
     )
     done: list[str] = []
 
