@@ -37,10 +37,10 @@ class ServiceUnderTest:
         flags = [part for setting in settings for part in ("--set", setting)]
         self.process = subprocess.Popen([*argv, *flags], stderr=subprocess.PIPE, cwd=self.directory.parent, env=self._environment)
         path = self.directory / "service.json"
-        until = time.monotonic() + 60
+        until = time.monotonic() + 180
         while not path.exists() or json.loads(path.read_text())["pid"] != self.process.pid:
             assert self.process.poll() is None, self.process.communicate()[1].decode()
-            assert time.monotonic() < until, "no service.json within 60 s"
+            assert time.monotonic() < until, "no service.json within 180 s"
             time.sleep(0.05)
         self.url = json.loads(path.read_text())["url"]
 
@@ -61,7 +61,7 @@ class ServiceUnderTest:
     def submit(self, body: bytes = b"", **params: Any) -> httpx.Response:
         return self.http.post(f"{self.url}/v1/runs/sort-digits/datasets", params=params, content=body or DATA.read_bytes())
 
-    def wait(self, condition: Callable[[dict[str, Any]], Any], what: str, deadline_s: float = 90.0) -> dict[str, Any]:
+    def wait(self, condition: Callable[[dict[str, Any]], Any], what: str, deadline_s: float = 180.0) -> dict[str, Any]:
         until = time.monotonic() + deadline_s
         while True:
             status = self.run()
