@@ -14,7 +14,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -41,10 +41,12 @@ from rollout.tokens import TokenizerView
 from rollout.tree import Trajectory as Tree
 from rollout.tree import row_columns
 from rollout.workflow import Task, Workflow, WorkflowFailed, single_turn
-from store import Ref
+from store import Full, Ref, Value, in_store, put_small
 
 log = logging.getLogger("headrace.dispatch")
 SKIPS_AT_ONCE = 100
+FULL_AGAIN_S = 0.2
+FULL_ALARM = "rows wait for room in the store, though it was kept for them: something else fills its memory, free it or enlarge it"
 
 
 class Dispatch:
@@ -87,6 +89,7 @@ class Dispatch:
         self._weights_bytes = weights_bytes(core.config.model.path, core.config.trainer.dtype)
         self._store_seen_at = time.monotonic()
         self._store_stats = core.store.stats()
+        self._full: dict[str, str] = {}  # key -> what the store said: objects that wait for room
         self._worked: dict[int, list[float]] = {}  # of live samples: what each of their trajectories took that lost no request
 
     # ---- the loop ------------------------------------------------------------------------------------------------------
@@ -239,6 +242,8 @@ class Dispatch:
             if core.feed.closed:
                 return "input over", "all rows were sent"
             return "data", "all rows were sent and the dataset is open: append rows or close it"
+        if self._full:
+            return "store", f"rows wait for room in the store: {next(iter(self._full.values()))}"
         live = sum(ledger.live_by_deadline.values())
         if config.stop.batches is not None and live >= (config.stop.batches - ledger.next_batch) * core.limits.samples:
             return "input over", f"the last of {config.stop.batches} batches has all its samples"
@@ -247,7 +252,7 @@ class Dispatch:
         if deadline < ledger.next_batch:
             return "lag", f"the engines serve version {ledger.serving_version}, too old for batch {ledger.next_batch} with bound {bound}"
         room = admissible(ledger.live_by_deadline, deadline, ledger.next_batch, core.limits.samples)
-        reserved_bytes = ledger.counts.by_state[RUNNING] * config.sample_bytes // config.rollout.n
+        reserved_bytes = (ledger.counts.by_state[RUNNING] - ledger.evaluating) * config.sample_bytes // config.rollout.n
         self.kv_room = kv_room(
             ((slot.load, slot.capacity) for slot in self._pool.slots.values() if slot.state == "open"),
             max_running=config.rollout.max_running_requests,
@@ -327,7 +332,7 @@ class Dispatch:
                 retry(core, trajectory, "data" if error.data else "infrastructure", str(error))
         reward = sum(leaf.score for leaf in leaves) / len(leaves)
         if trajectory.state != RUNNING:  # its sample was discarded meanwhile
-            core.store.free([Ref.from_wire(ref) for leaf in leaves for ref in (leaf.rollout, leaf.reward)])
+            core.store.free([ref for leaf in leaves for ref in leaf.stored])
             return
         core.apply(
             TrajectoryReady(
@@ -389,7 +394,7 @@ class Dispatch:
             for number, leaf in enumerate(leaves):
                 row_id = f"{trajectory.traj_uid}a{attempt:04d}l{number:04d}"
                 columns = row_columns(leaf, config.rollout.sampling.temperature)
-                ref = core.store.put(f"{core.run_id}/{row_id}/rollout", columns)
+                ref = await self._put(f"{core.run_id}/{row_id}/rollout", columns)
                 refs.append(ref)
                 *before, last = leaf.turns
                 job = Job(
@@ -406,13 +411,30 @@ class Dispatch:
             out = []
             for row_id, ref, length, response_tokens, waiting in pending:
                 result = await waiting
-                reward_ref = core.store.put(f"{core.run_id}/{row_id}/reward", reward_columns(result.score, result.is_correct))
+                reward_ref = await self._put(f"{core.run_id}/{row_id}/reward", reward_columns(result.score, result.is_correct))
                 refs.append(reward_ref)
                 out.append(Leaf(row_id, ref.to_wire(), reward_ref.to_wire(), length, response_tokens, result.score, result.is_correct))
             return out
         except BaseException:
-            core.store.free(refs)
+            core.store.free(in_store(refs))
             raise
+
+    async def _put(self, key: str, columns: Mapping[str, Value]) -> Ref:
+        """Small ones into the reference, others into the store. One that is full is waited for: a row is never lost for it (B2). No sample
+        is registered meanwhile; since registration reserves, only others who fill the same memory can bring it about."""
+        core = self._core
+        try:
+            while True:
+                try:
+                    return put_small(core.store, key, columns, core.config.store.inline_bytes)
+                except Full as error:
+                    self._full[key] = str(error)
+                core.alarm("store", FULL_ALARM)
+                core.ring()
+                await asyncio.sleep(FULL_AGAIN_S)  # readers in other processes let go without a word to us
+        finally:
+            if self._full.pop(key, None) is not None and not self._full:
+                core.alarm("store", None)
 
     def _row(self, sample: Sample) -> DataRow:
         if sample.uid not in self._rows:
@@ -444,7 +466,7 @@ class Dispatch:
         self._core.apply(SampleDiscarded(uid=sample.uid, reason=reason, time=time.time(), filtered_from=filtered_from))
         for trajectory in ready:
             self._on_discarded(sample, trajectory)
-        self._core.store.free([Ref.from_wire(ref) for t in ready for leaf in t.leaves for ref in (leaf.rollout, leaf.reward)])
+        self._core.store.free([ref for t in ready for leaf in t.leaves for ref in leaf.stored])
 
 
 def reward_columns(score: float, is_correct: bool | None) -> dict[str, Any]:

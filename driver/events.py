@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
 from driver.mix import Change
+from store import Ref, in_store
+
+
+def named(ref: Mapping[str, Any]) -> dict[str, Any]:
+    """The reference without the bytes that may ride in it."""
+    return {name: value for name, value in ref.items() if name != "inline"}
 
 
 class Leaf(msgspec.Struct, frozen=True):
-    """One row: where its columns are and the numbers the plan needs. Refs are `Ref.to_wire()`."""
+    """One row: where its columns are, or small ones themselves, and the numbers the plan needs. Refs are `Ref.to_wire()`."""
 
     row_id: str
     rollout: dict[str, Any]
@@ -19,6 +26,15 @@ class Leaf(msgspec.Struct, frozen=True):
     response_tokens: int
     score: float
     is_correct: bool | None = None
+
+    @property
+    def refs(self) -> tuple[Ref, Ref]:
+        return Ref.from_wire(self.rollout), Ref.from_wire(self.reward)
+
+    @property
+    def stored(self) -> list[Ref]:
+        """What of it lies in the store, and is freed when the row has ended."""
+        return in_store(self.refs)
 
 
 class SampleRegistered(msgspec.Struct, frozen=True, kw_only=True):
@@ -121,6 +137,8 @@ class VersionServed(msgspec.Struct, frozen=True, kw_only=True):
 class Found(msgspec.Struct, frozen=True, kw_only=True):
     """What a start found of what was not finished, in trajectories. Ready and consumed ones by where their rows were."""
 
+    ledger: int = 0
+    """Small rows, which ride in the ledger itself."""
     memory: int = 0
     parked: int = 0
     snapshot: int = 0

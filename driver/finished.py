@@ -17,7 +17,7 @@ from driver.datasets import DataRow
 from driver.ledger import Sample, Trajectory, traj_uid_of
 from rollout.answer import Generation
 from rollout.tokens import TokenizerView
-from store import Gone, Ref
+from store import Gone, Ref, open_ref
 
 
 class Finished:
@@ -51,7 +51,7 @@ class Finished:
         spans: list[list[int]] = []
         if leaf is not None:
             try:
-                with self._core.store.open(Ref.from_wire(leaf.rollout)) as columns:
+                with open_ref(Ref.from_wire(leaf.rollout), store=self._core.store) as columns:
                     ids, mask = columns["input_ids"].tolist(), columns["response_mask"].tolist()
                     log_probs, spans = columns["rollout_log_probs"].tolist(), columns["version_spans"].tolist()
             except Gone:
@@ -129,11 +129,11 @@ class Finished:
         """The responses of a live trajectory's leaves, decoded from the store."""
         out = []
         for leaf in trajectory.leaves:
-            with self._core.store.open(Ref.from_wire(leaf.rollout), ["input_ids", "response_mask"]) as columns:
+            with open_ref(Ref.from_wire(leaf.rollout), ["input_ids", "response_mask"], store=self._core.store) as columns:
                 ids, mask = columns["input_ids"][1:], columns["response_mask"]
                 out.append(self._tokenizer.decode(ids[mask == 1].tolist()))
         return out
 
     def free(self, trajectories: list[Trajectory]) -> None:
         """Their rows go."""
-        self._core.store.free(Ref.from_wire(ref) for t in trajectories for leaf in t.leaves for ref in (leaf.rollout, leaf.reward))
+        self._core.store.free(ref for t in trajectories for leaf in t.leaves for ref in leaf.stored)

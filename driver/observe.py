@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from driver import engine_facts, observe_data
+from driver.events import named
 from driver.ledger import CONSUMED, DISCARDED, EVALUATED, EVALUATION, FINISHED, READY, RUNNING, TRAINED, Trajectory, traj_uid_of
 from driver.why import Engine, Facts, Missing, Straggler, Waiting, explain, sentence
 
@@ -322,7 +323,9 @@ def trajectory(run: Run, traj_uid: str) -> dict[str, Any] | None:
     if live is not None and live.state == "running":
         found["tokens_so_far"] = run.dispatch.turns.progress.get(traj_uid, 0)
     if live is not None and live.leaves:
-        found["leaves"] = msgspec.to_builtins(live.leaves)
+        found["leaves"] = [
+            msgspec.to_builtins(leaf) | {"rollout": named(leaf.rollout), "reward": named(leaf.reward)} for leaf in live.leaves
+        ]
         found["response"] = run.finished.texts(live)
     archived = run.finished.archive.find(traj_uid)
     if archived is not None:

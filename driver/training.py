@@ -24,11 +24,11 @@ import msgspec
 from driver.advantage import advantages
 from driver.balance import PlanRow, plan
 from driver.core import Busy, Core
-from driver.events import BatchApplied, BatchAssembled, BatchUnmade, EpochBegan, VersionCommitted
+from driver.events import BatchApplied, BatchAssembled, BatchUnmade, EpochBegan, VersionCommitted, named
 from driver.holds import Holds
-from driver.ledger import DISCARDED, TRAINED, Sample
+from driver.ledger import DISCARDED, TRAINED, Batch, Sample
 from driver.snapshot import Snapshot
-from store import Gone, Ref, TensorForm
+from store import INLINE, Gone, Ref, TensorForm, open_ref
 from trainer.checkpoints import newest
 from trainer.client import TrainerClient, TrainerLost, TrainerRefused
 from trainer.wire import MiniBatch, TrainReport, WireRef
@@ -199,7 +199,7 @@ class Training:
                     if advantage != 0.0 or config.trainer.critic is not None:
                         rows[leaf.row_id] = WireRow(
                             row_id=leaf.row_id,
-                            rollout=WireRef.model_validate(leaf.rollout),
+                            rollout=WireRef.model_validate(named(leaf.rollout)),
                             advantage=advantage,
                             score=leaf.score,
                             sequence=trajectory.traj_uid,
@@ -217,14 +217,23 @@ class Training:
         wire = [MiniBatch(ranks=[[[rows[row_id] for row_id in micro] for micro in rank] for rank in mini]).model_dump() for mini in planned]
         return msgspec.json.encode(wire)
 
+    def _sendable(self, batch: Batch, plan: bytes) -> list[MiniBatch]:
+        """The plan with the rows that ride along, which the ledger keeps with their trajectories."""
+        minis = msgspec.json.decode(plan)
+        consumed = (t for uid in batch.uids for t in self._core.ledger.samples[uid].in_state("consumed"))
+        riding = {leaf.row_id: leaf.rollout for t in consumed for leaf in t.leaves if leaf.rollout["location"] == INLINE}
+        for row in (row for mini in minis for rank in mini["ranks"] for micro in rank for row in micro):
+            row["rollout"] = riding.get(row["row_id"], row["rollout"])
+        return [MiniBatch.model_validate(mini) for mini in minis]
+
     async def _train(self, batch_id: int) -> None:
         """Send one assembled batch, record that it was applied, publish its weights, commit when due."""
         core = self._core
         batch = core.ledger.batches[batch_id]
-        mini_batches = _decode_plan(batch.plan)
+        mini_batches = self._sendable(batch, batch.plan)
         if any(len(mini.ranks) != core.config.trainer.dp for mini in mini_batches):
             # Planned for another number of ranks before a restart: the same rows, dealt out anew.
-            mini_batches = _decode_plan(self._plan(batch_id, [core.ledger.samples[uid] for uid in batch.uids], "consumed"))
+            mini_batches = self._sendable(batch, self._plan(batch_id, [core.ledger.samples[uid] for uid in batch.uids], "consumed"))
         trainer = core.config.trainer
         rate = trainer.learning_rate_at(batch_id, core.config.stop.batches)
         critic_rate = trainer.critic.learning_rate * rate / trainer.learning_rate if trainer.critic is not None else 0.0
@@ -300,8 +309,7 @@ class Training:
             samples = [ledger.samples[uid] for uid in batch.uids]
             outcome, reason = (DISCARDED, f"step skipped: {batch.skipped}") if batch.skipped else (TRAINED, None)
             await self._archive(samples, outcome, reason)
-            leaves = [leaf for s in samples for t in s.in_state("consumed") for leaf in t.leaves]
-            done += [Ref.from_wire(ref) for leaf in leaves for ref in (leaf.rollout, leaf.reward)]
+            done += [ref for s in samples for t in s.in_state("consumed") for leaf in t.leaves for ref in leaf.stored]
         core.apply(VersionCommitted(version=version, checkpoint=path, time=time.time()))
         await core.db.durable()
         core.store.free(done)
@@ -392,10 +400,6 @@ class Training:
                 self._on_running_again(ledger.samples[uid])
 
 
-def _decode_plan(plan: bytes) -> list[MiniBatch]:
-    return [MiniBatch.model_validate(mini) for mini in msgspec.json.decode(plan)]
-
-
 def skipped_reason(trained_rows: Path, batch_id: int) -> str | None:
     """Why the trainer's own account says that it skipped this batch; None when it trained it. A replay's line counts, not the first."""
     found = None
@@ -408,10 +412,10 @@ def skipped_reason(trained_rows: Path, batch_id: int) -> str | None:
 
 
 def rows_present(core: Core, leaves: tuple[Any, ...]) -> bool:
-    """Do all rows of these leaves still lie in the store?"""
+    """Are all rows of these leaves still there?"""
     for leaf in leaves:
         try:
-            core.store.open(Ref.from_wire(leaf.rollout), []).close()
+            open_ref(Ref.from_wire(leaf.rollout), [], store=core.store).close()
         except Gone:
             return False
     return True

@@ -6,9 +6,11 @@ Embedded, the bytes lie in files under /dev/shm. The interface is that of `store
 from store.base import Column, Damaged, Exists, Full, Gone, Lease, Ref, Store, StoreError, StoreStats, Unavailable, Value
 from store.embedded import EmbeddedStore, default_root, open_store
 from store.format import occupied_bytes
+from store.inline import INLINE, in_store, open_ref, put_small
 from store.pieces import Bundle, Piece, TensorForm
 
 __all__ = [
+    "INLINE",
     "Bundle",
     "Column",
     "Damaged",
@@ -26,6 +28,9 @@ __all__ = [
     "Unavailable",
     "Value",
     "default_root",
+    "in_store",
     "occupied_bytes",
+    "open_ref",
     "open_store",
+    "put_small",
 ]

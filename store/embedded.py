@@ -29,7 +29,7 @@ import numpy as np
 from store import parking
 from store.account import Account, Balance
 from store.base import Damaged, Exists, Full, Gone, Lease, Ref, StoreError, StoreStats, Unavailable, Value
-from store.format import PAGE_BYTES, aligned, encode, read_table, view
+from store.format import PAGE_BYTES, aligned, encode, lease_over, read_table
 
 SCHEME = "tmpfs:"
 NAME_LIMIT_BYTES = 255
@@ -133,12 +133,7 @@ class EmbeddedStore:
             raise Unavailable(f"cannot map {ref.key!r}: {error.strerror}{_remedy(error)}") from error
         finally:
             os.close(handle)
-        entries = {entry.name: entry for entry in read_table(mapping, facts.st_size, str(path))}
-        names = list(entries) if columns is None else list(columns)
-        missing = [name for name in names if name not in entries]
-        if missing:
-            raise ValueError(f"{ref.key!r} has no column {', '.join(map(repr, missing))}; it has {', '.join(entries) or 'none'}")
-        return Lease(ref, {name: view(entries[name], mapping) for name in names}, {name: entries[name].dtype for name in names})
+        return lease_over(ref, mapping, str(path), columns)
 
     def encoded(self, ref: Ref) -> bytes:
         """The object's bytes as they lie in the store, for `put_encoded`. Raises Gone, Unavailable."""

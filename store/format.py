@@ -13,13 +13,13 @@ from __future__ import annotations
 import math
 import struct
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from store.base import Column, Damaged, Value
+from store.base import Column, Damaged, Lease, Ref, Value
 
 MAGIC = b"HEADRACE"
 VERSION = 1
@@ -103,6 +103,16 @@ def read_table(buffer: Any, size_bytes: int, source: str) -> list[Entry]:
 def view(entry: Entry, buffer: Any) -> np.ndarray:
     """The column as an array over `buffer`, which it keeps alive; read-only when the buffer is."""
     return np.ndarray(entry.shape, _NUMPY_OF[entry.dtype], buffer=buffer, offset=entry.offset)
+
+
+def lease_over(ref: Ref, buffer: Any, source: str, columns: Iterable[str] | None) -> Lease:
+    """The object that fills `buffer`, as a lease of these of its columns. Raises Damaged; ValueError for one that it does not have."""
+    entries = {entry.name: entry for entry in read_table(buffer, len(buffer), source)}
+    names = list(entries) if columns is None else list(columns)
+    missing = [name for name in names if name not in entries]
+    if missing:
+        raise ValueError(f"{ref.key!r} has no column {', '.join(map(repr, missing))}; it has {', '.join(entries) or 'none'}")
+    return Lease(ref, {name: view(entries[name], buffer) for name in names}, {name: entries[name].dtype for name in names})
 
 
 def _typed(name: str, column: Value) -> tuple[str, np.ndarray]:

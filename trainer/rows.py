@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from store import Lease, StoreError, open_store
+from store import Lease, StoreError, open_ref
 from trainer.fused import zigzag
 from trainer.model import packing
 from trainer.routes import Routing, packed_routes
@@ -63,8 +63,7 @@ class Row:
 def open_row(planned: PlanRow, vocab_size: int, routing: Routing | None = None) -> Row:
     """`routing` is given when routes are to be replayed. Raises Unreadable."""
     try:
-        ref = planned.rollout.ref()
-        lease = open_store(ref.location).open(ref)
+        lease = open_ref(planned.rollout.ref())
         if missing := [name for name in COLUMNS if name not in lease]:
             raise ValueError(f"the object has no column {', '.join(missing)}")
     except StoreError as error:
