@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from driver.mix import Change
-from store import Ref, in_store
+from store import INLINE, Ref
 
 
 def named(ref: Mapping[str, Any]) -> dict[str, Any]:
@@ -28,13 +28,9 @@ class Leaf(msgspec.Struct, frozen=True):
     is_correct: bool | None = None
 
     @property
-    def refs(self) -> tuple[Ref, Ref]:
-        return Ref.from_wire(self.rollout), Ref.from_wire(self.reward)
-
-    @property
     def stored(self) -> list[Ref]:
         """What of it lies in the store, and is freed when the row has ended."""
-        return in_store(self.refs)
+        return [Ref.from_wire(ref) for ref in (self.rollout, self.reward) if ref["location"] != INLINE]
 
 
 class SampleRegistered(msgspec.Struct, frozen=True, kw_only=True):

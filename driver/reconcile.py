@@ -1,9 +1,9 @@
 """At start: the ledger against what is really there, and in one line what was found and decided.
 
-The rows of what is ready or consumed are in the ledger itself where they are small; else they are looked for in shared memory, then among what was parked, then in the snapshot; a ready trajectory
-whose rows are nowhere is made again, under its old tag. What was running goes on from the prefix log where it holds some of it, and counts
-one more try, since nobody knows whether it had been sent. What lies in the store and has no owner is freed. The ledger keeps how many of
-which.
+The rows of what is ready or consumed are in the ledger itself where they are small; else they are looked for in shared memory, then among
+what was parked, then in the snapshot; a ready trajectory whose rows are nowhere is made again, under its old tag. What was running goes on
+from the prefix log where it holds some of it, and counts one more try, since nobody knows whether it had been sent. What lies in the store
+and has no owner is freed. The ledger keeps how many of which.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from driver.events import Found, Restarted, RowsLost, SampleDiscarded, Trajector
 from driver.ledger import CONSUMED, Sample
 from driver.prefix_log import PrefixLog
 from driver.row_snapshot import RowSnapshot, wanted_keys
-from store import EmbeddedStore, StoreError
+from store import Store, StoreError
 
 log = logging.getLogger("headrace.reconcile")
 
@@ -28,9 +28,7 @@ class CannotContinue(RuntimeError):
     """A configuration with which this run can not go on. A sentence for the user."""
 
 
-def reconcile(
-    core: Core, store: EmbeddedStore, settle: Callable[[Sample], None], prefixes: PrefixLog, snapshot: RowSnapshot
-) -> Found | None:
+def reconcile(core: Core, store: Store, settle: Callable[[Sample], None], prefixes: PrefixLog, snapshot: RowSnapshot) -> Found | None:
     """Before any loop runs. `settle` is told each live sample, and decides on those of which nothing runs. Returns what was found; None at
     the first start. CannotContinue."""
     ledger, config = core.ledger, core.config
@@ -69,7 +67,8 @@ def reconcile(
     if not continued:
         return None
     log.info(
-        "continuing at version %d (committed %d, epoch %d): %d samples live, %d batches to finish. Trajectories with rows: %d in the ledger, %d in memory, "
+        "continuing at version %d (committed %d, epoch %d): %d samples live, %d batches to finish. Trajectories with rows: "
+        "%d in the ledger, %d in memory, "
         "%d parked, %d from the snapshot; without: %d ready ones are made again, %d consumed ones unless a checkpoint holds them. "
         "Running: %d go on from %d logged tokens, %d from their prompts. %d orphans freed",
         ledger.trained_version,
@@ -91,7 +90,7 @@ def reconcile(
     return found
 
 
-def _find_rows(core: Core, store: EmbeddedStore, snapshot: RowSnapshot, parked: Path) -> dict[str, str]:
+def _find_rows(core: Core, store: Store, snapshot: RowSnapshot, parked: Path) -> dict[str, str]:
     """Where the rows of each ready or consumed trajectory were: the last of ledger, memory, parked, snapshot, again that any of them
     needed."""
     wanted = wanted_keys(core)

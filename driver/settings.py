@@ -21,9 +21,11 @@ from driver.settings_roles import NAME as ROLE_NAME
 from driver.settings_roles import RoleConfig, check_names
 from rollout.address import bare_host, checked_url, is_loopback
 from rollout.sglang.spec import SglangSpec
+from store.schema import most_bytes
 from trainer.layout import misplaced, nothing_to_offload
 from trainer.loss_spec import CriticSpec, LossSpec, check_critic
 
+MOST_SPANS = 64  # that a row is reserved for: its answer may live through so many versions
 SECRETS = {"service": {"token"}, "rollout": {"engine_api_key", "engine_admin_key", "router_api_key"}}  # keys that are never shown
 
 
@@ -474,8 +476,9 @@ class RunConfig(_Section):
 
     @property
     def sample_bytes(self) -> int:
-        """Worst case of one sample in the store: every trajectory at full length, its two objects with their headers."""
-        return self.rollout.n * (self.row_tokens * (4 + 1 + 4) + 4096 * 2)
+        """Worst case of one sample in the store: every trajectory at full length and of many versions, in two objects."""
+        tokens = self.row_tokens
+        return self.rollout.n * (most_bytes("rollout", S=tokens, R=tokens - 1, K=MOST_SPANS) + most_bytes("reward"))
 
     @field_validator("roles")
     @classmethod

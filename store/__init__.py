@@ -1,12 +1,14 @@
 """Typed columns by key: put once, read without copying, gone when the last reader lets go.
 
-Embedded, the bytes lie in files under /dev/shm. The interface is that of `store.base.Store`, so that a store of many hosts can take over.
+The interface is `store.base.Store`. Embedded, the bytes lie in files under /dev/shm of one host; with Mooncake, in the memory of many.
 """
 
 from store.base import Column, Damaged, Exists, Full, Gone, Lease, Ref, Store, StoreError, StoreStats, Unavailable, Value
-from store.embedded import EmbeddedStore, default_root, open_store
+from store.embedded import EmbeddedStore, default_root
 from store.format import occupied_bytes
 from store.inline import INLINE, in_store, open_ref, put_small
+from store.mooncake import MooncakeStore, mooncake_location
+from store.opening import open_store
 from store.pieces import Bundle, Piece, TensorForm
 
 __all__ = [
@@ -19,6 +21,7 @@ __all__ = [
     "Full",
     "Gone",
     "Lease",
+    "MooncakeStore",
     "Piece",
     "Ref",
     "Store",
@@ -29,6 +32,7 @@ __all__ = [
     "Value",
     "default_root",
     "in_store",
+    "mooncake_location",
     "occupied_bytes",
     "open_ref",
     "open_store",

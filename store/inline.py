@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from store.base import Column, Lease, Ref, Store, Value
-from store.embedded import open_store
 from store.format import encode, lease_over
+from store.opening import open_store
 
 INLINE = "inline:"
 

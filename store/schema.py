@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from store.base import Column, Value
+from store.format import occupied_bytes
 
 UNKNOWN_CORRECTNESS = 255
 ANY_NAME = "*"
@@ -80,6 +81,12 @@ def fields_of(hop: str) -> tuple[FieldSpec, ...]:
     if not found:
         raise ValueError(f"there is no hop {hop!r}; the hops are {', '.join(HOPS)}")
     return found
+
+
+def most_bytes(hop: str, **sizes: int) -> int:
+    """What an object of this hop takes up in a store at these sizes (S, R, K), without its optional fields: what is to be reserved."""
+    wanted = (field for field in fields_of(hop) if not field.optional)
+    return occupied_bytes({f.name: (f.dtype, tuple(sizes[n] if isinstance(n, str) else n for n in f.shape)) for f in wanted})
 
 
 def validate(hop: str, columns: Mapping[str, Value]) -> None:
