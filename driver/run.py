@@ -343,6 +343,14 @@ class Run:
                 )
                 return
             log.info("%d objects are kept in %s for the next start", kept, parked)
+        else:
+            left = self.store.stats()
+            log.log(
+                logging.WARNING if left.used_bytes else logging.INFO,
+                "the run has ended, and its store holds %d objects, %d bytes",
+                left.objects,
+                left.used_bytes,
+            )
         self.store.remove()
         self._store_gone = True
 
