@@ -17,7 +17,10 @@ def named(ref: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Leaf(msgspec.Struct, frozen=True):
-    """One row: where its columns are, or small ones themselves, and the numbers the plan needs. Refs are `Ref.to_wire()`."""
+    """One row: where its columns are, or small ones themselves, and the numbers the plan needs. Refs are `Ref.to_wire()`.
+
+    The leaves of a trajectory share the objects of a hop, in which this is number `row`; its extras are its own.
+    """
 
     row_id: str
     rollout: dict[str, Any]
@@ -26,11 +29,17 @@ class Leaf(msgspec.Struct, frozen=True):
     response_tokens: int
     score: float
     is_correct: bool | None = None
+    row: int = 0
+    extras: dict[str, Any] | None = None
+
+    @property
+    def refs(self) -> tuple[dict[str, Any], ...]:
+        return (self.rollout, self.reward) if self.extras is None else (self.rollout, self.reward, self.extras)
 
     @property
     def stored(self) -> list[Ref]:
         """What of it lies in the store, and is freed when the row has ended."""
-        return [Ref.from_wire(ref) for ref in (self.rollout, self.reward) if ref["location"] != INLINE]
+        return [Ref.from_wire(ref) for ref in self.refs if ref["location"] != INLINE]
 
 
 class SampleRegistered(msgspec.Struct, frozen=True, kw_only=True):

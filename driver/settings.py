@@ -477,8 +477,7 @@ class RunConfig(_Section):
     @property
     def sample_bytes(self) -> int:
         """Worst case of one sample in the store: every trajectory at full length and of many versions, in two objects."""
-        tokens = self.row_tokens
-        return self.rollout.n * (most_bytes("rollout", S=tokens, R=tokens - 1, K=MOST_SPANS) + most_bytes("reward"))
+        return self.rollout.n * sum(most_bytes(hop, self.row_tokens, MOST_SPANS) for hop in ("rollout", "reward"))
 
     @field_validator("roles")
     @classmethod

@@ -200,6 +200,8 @@ class Training:
                         rows[leaf.row_id] = WireRow(
                             row_id=leaf.row_id,
                             rollout=WireRef.model_validate(named(leaf.rollout)),
+                            row=leaf.row,
+                            extras=None if leaf.extras is None else WireRef.model_validate(leaf.extras),
                             advantage=advantage,
                             score=leaf.score,
                             sequence=trajectory.traj_uid,
@@ -413,9 +415,9 @@ def skipped_reason(trained_rows: Path, batch_id: int) -> str | None:
 
 def rows_present(core: Core, leaves: tuple[Any, ...]) -> bool:
     """Are all rows of these leaves still there?"""
-    for leaf in leaves:
+    for ref in [ref for leaf in leaves for ref in leaf.refs if ref is not leaf.reward]:
         try:
-            open_ref(Ref.from_wire(leaf.rollout), [], store=core.store).close()
+            open_ref(Ref.from_wire(ref), [], store=core.store).close()
         except Gone:
             return False
     return True

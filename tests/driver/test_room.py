@@ -13,6 +13,7 @@ from driver.events import EvaluationBegan, Leaf, TrajectoryReady
 from driver.ledger import Trajectory
 from driver.settings import MOST_SPANS
 from rollout.version import Version
+from store.rows import packed
 from store.schema import validate
 from tests.driver.feeding import Lab
 from tests.driver.test_dispatch import ScriptedEngine
@@ -39,8 +40,9 @@ def columns(tokens: int, spans: int) -> dict[str, Any]:
         "version_spans": np.array([[0, i, i, i + 1 if i + 1 < spans else tokens - 1] for i in range(spans)], np.int64),
         "temperature": np.float32(1.0),
     }
-    validate("rollout", made)
-    return made
+    rows = packed([made])
+    validate("rollout", rows)
+    return rows
 
 
 def registered(lab: Lab) -> list[Trajectory]:
@@ -62,7 +64,7 @@ async def land(lab: Lab, trajectories: list[Trajectory], tokens: int, spans: int
     for trajectory in trajectories:
         refs = [
             await asyncio.wait_for(lab.dispatch._put(f"run/{trajectory.traj_uid}/{hop}", made), 30)
-            for hop, made in (("rollout", columns(tokens, spans)), ("reward", reward_columns(1.0, True)))
+            for hop, made in (("rollout", columns(tokens, spans)), ("reward", reward_columns([(1.0, True)])))
         ]
         leaf = Leaf(f"{trajectory.traj_uid}a0000l0000", refs[0].to_wire(), refs[1].to_wire(), tokens, tokens - 1, 1.0)
         lab.core.apply(TrajectoryReady(traj_uid=trajectory.traj_uid, leaves=(leaf,), reward=1.0, finish_reason="stop", time=2.0))
