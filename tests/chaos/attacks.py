@@ -265,7 +265,9 @@ class Chaos:
 
     def _random(self, cell: Cell) -> dict[str, Any] | None:
         time.sleep(self.rng.uniform(0.0, 2.5))
-        pid = self._signal(cell.victim, cell.how.split()[0])
+        until = time.monotonic() + REPAIR_S
+        while (pid := self._signal(cell.victim, cell.how.split()[0])) is None and time.monotonic() < until:
+            time.sleep(0.1)  # until there is such a process again
         return None if pid is None else {"pid": pid}
 
     def _signal(self, victim: str, how: str) -> int | None:
