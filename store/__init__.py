@@ -6,7 +6,7 @@ The interface is `store.base.Store`. Embedded, the bytes lie in files under /dev
 from store.base import Column, Damaged, Exists, Full, Gone, Lease, Ref, Store, StoreError, StoreStats, Unavailable, Value
 from store.embedded import EmbeddedStore, default_root
 from store.format import occupied_bytes
-from store.inline import INLINE, in_store, open_ref, put_small
+from store.inline import INLINE, in_store, open_ref, put_small, riding
 from store.mooncake import MooncakeStore, mooncake_location
 from store.opening import open_store
 from store.pieces import Bundle, Piece, TensorForm
@@ -37,4 +37,5 @@ __all__ = [
     "open_ref",
     "open_store",
     "put_small",
+    "riding",
 ]

@@ -19,8 +19,8 @@ from store.opening import open_store
 INLINE = "inline:"
 
 
-def put_small(store: Store, key: str, columns: Mapping[str, Value], most_bytes: int) -> Ref:
-    """As `store.put`; but an object of at most so many bytes, encoded, is in the Ref that comes back. 0: none is."""
+def riding(key: str, columns: Mapping[str, Value], most_bytes: int) -> Ref | None:
+    """A Ref with the whole object in it; None for one that has more bytes than this, encoded. 0: none has so few."""
     arrays = (column.data if isinstance(column, Column) else column for column in columns.values())
     if sum(array.nbytes for array in arrays) < most_bytes:
         head, placed, length_bytes = encode(columns)
@@ -30,7 +30,12 @@ def put_small(store: Store, key: str, columns: Mapping[str, Value], most_bytes: 
             for offset, array in placed:
                 encoded[offset : offset + array.nbytes] = array.reshape(-1).view(np.uint8).data
             return Ref(key, 0, INLINE, bytes(encoded))
-    return store.put(key, columns)
+    return None
+
+
+def put_small(store: Store, key: str, columns: Mapping[str, Value], most_bytes: int) -> Ref:
+    """As `store.put`, but for what rides."""
+    return riding(key, columns, most_bytes) or store.put(key, columns)
 
 
 def open_ref(ref: Ref, columns: Iterable[str] | None = None, *, store: Store | None = None) -> Lease:

@@ -49,7 +49,7 @@ def registered(lab: Lab) -> list[Trajectory]:
     """Those of every sample that may be registered now."""
     made: list[Trajectory] = []
     while True:
-        lab.dispatch._store_seen_at = 0.0  # what it knows of the store is of now
+        lab.core.gate._stats_at = None  # what it knows of the store is of now
         if (following := lab.dispatch._register()) is None:
             return made
         made += following[0].trajectories
