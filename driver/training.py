@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ import httpx
 import msgspec
 
 from driver.advantage import advantages
-from driver.balance import PlanRow, plan
+from driver.balance import PlanRow, Terms, plan
 from driver.core import Busy, Core
 from driver.events import BatchApplied, BatchAssembled, BatchUnmade, EpochBegan, VersionCommitted, named
 from driver.holds import Holds
@@ -59,8 +59,10 @@ class Training:
         on_running_again: Callable[[Sample], None],
         replace: Callable[[str], Awaitable[None]],
         holds: Holds,
+        terms: Terms,
     ) -> None:
         self._core = core
+        self._terms = terms
         self._http = http
         self._holds = holds
         self._canary_ids = canary_ids
@@ -226,29 +228,16 @@ class Training:
                             sequence=trajectory.traj_uid,
                             length=leaf.length,
                         )
-                        to_plan.append(PlanRow(leaf.row_id, uid, leaf.length))
-        planned = plan(
-            to_plan,
-            mini_batch_count=config.batch.mini_batches,
-            ranks=config.trainer.dp,
-            budget_tokens=config.batch.micro_batch_tokens,
-            seed=config.seed,
-            batch_id=batch_id,
-        )
+                        to_plan.append(PlanRow(leaf.row_id, uid, leaf.length, leaf.response_tokens))
+        planned = plan(to_plan, self._terms, mini_batch_count=config.batch.mini_batches, seed=config.seed, batch_id=batch_id)
         wire = [MiniBatch(ranks=[[[rows[row_id] for row_id in micro] for micro in rank] for rank in mini]).model_dump() for mini in planned]
         return msgspec.json.encode(wire)
 
     def _sendable(self, batch: Batch, plan: bytes) -> list[MiniBatch]:
-        """The plan as it is on disk, but for the rows that ride along, which the ledger keeps with their trajectories, and for where the
-        store is: that may be another place than in the run's last life."""
-        location = self._core.store.location
-        minis = msgspec.json.decode(plan)
+        """The plan with the rows that ride along, which the ledger keeps with their trajectories."""
         consumed = (t for uid in batch.uids for t in self._core.ledger.samples[uid].in_state("consumed"))
         riding = {leaf.row_id: leaf.rollout for t in consumed for leaf in t.leaves if leaf.rollout["location"] == INLINE}
-        for row in (row for mini in minis for rank in mini["ranks"] for micro in rank for row in micro):
-            row["rollout"] = riding.get(row["row_id"], row["rollout"])
-            row |= {hop: moved(row[hop], location) for hop in ("rollout", "extras") if row.get(hop)}
-        return [MiniBatch.model_validate(mini) for mini in minis]
+        return decode_plan(plan, self._core.store.location, riding)
 
     async def _train(self, batch_id: int) -> None:
         """Send one assembled batch, record that it was applied, publish its weights, commit when due."""
@@ -455,6 +444,16 @@ class Training:
             core.apply(BatchUnmade(batch_id=batch_id, lost=missing[batch_id]))
             for uid in uids:
                 self._on_running_again(ledger.samples[uid])
+
+
+def decode_plan(plan: bytes, location: str, riding: Mapping[str, dict[str, Any]] | None = None) -> list[MiniBatch]:
+    """As it is on disk, but for the references of rows that ride along, by row id, and for where the store is: that may be another place
+    than in the run's last life."""
+    decoded, carried = msgspec.json.decode(plan), riding or {}
+    for row in (row for mini in decoded for rank in mini["ranks"] for micro_batch in rank for row in micro_batch):
+        row["rollout"] = carried.get(row["row_id"], row["rollout"])
+        row |= {hop: moved(row[hop], location) for hop in ("rollout", "extras") if row.get(hop)}
+    return [MiniBatch.model_validate(mini) for mini in decoded]
 
 
 def skipped_reason(trained_rows: Path, batch_id: int) -> str | None:

@@ -15,9 +15,10 @@ import numpy as np
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from store import Lease, StoreError, open_ref
+from store import Lease, StoreError, Unavailable, open_ref
 from store.rows import row_of
 from trainer.fused import zigzag
+from trainer.layout import sequence_unit
 from trainer.model import packing
 from trainer.routes import Routing, packed_routes
 from trainer.wire import PlanRow, WireRef
@@ -71,7 +72,8 @@ def open_row(planned: PlanRow, vocab_size: int, routing: Routing | None = None) 
         if routing is not None and planned.extras is not None:
             columns["routed_experts"] = _opened(planned.extras)["routed_experts"]  # the view keeps the object in place
     except StoreError as error:
-        raise Unreadable(410, f"row {planned.row_id}: {error}") from error
+        away = f" ({planned.rollout.location})" if isinstance(error, Unavailable) else ""  # which host it is that does not answer
+        raise Unreadable(410, f"row {planned.row_id}: {error}{away}") from error
     except ValueError as error:
         raise Unreadable(422, f"row {planned.row_id}: {error}") from error
     ids, mask, spans = columns["input_ids"], columns["response_mask"], columns["version_spans"]
@@ -149,7 +151,7 @@ def pack(
 
     No rows make the empty micro-batch: one token of which nothing is asked, for a rank that has none of its own.
     """
-    unit = 2 * cp_size * tp_size if cp_size > 1 else tp_size
+    unit = sequence_unit(tp_size, cp_size)
     order = sorted(range(len(rows)), key=lambda index: (-len(rows[index].input_ids), index))
     tokens, at, target, slot = (_Parts(np.int64) for _ in range(4))
     own = {name: _Parts(np.float32) for name in columns}
