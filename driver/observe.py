@@ -267,6 +267,7 @@ def gauges(run: Run) -> dict[str, float]:
         "headrace_store_capacity_bytes": float(run.config.store.capacity_bytes),
         "headrace_dispatch_cut_tokens_total": float(run.dispatch.cut_tokens),
         **run.holds.gauges(),
+        **run.dispatch.turns.extras.gauges(),
         **run.bias.gauges(),
         **(run.evaluator.gauges() if run.evaluator is not None else {}),
         **observe_data.gauges(run),

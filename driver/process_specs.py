@@ -87,7 +87,8 @@ class Specs:
                 "--threads": rollout.threads,
                 "--dtype": self._config.trainer.dtype,  # what a push brings; its checksums are of those bytes
             }
-            switches = ["--deterministic"] if rollout.deterministic else []
+            switches = ["--deterministic"] * rollout.deterministic
+            switches += ["--enable-return-routed-experts"] * self._config.trainer.routing_replay
             return self._module("rollout.engine", *(str(part) for flag in flags.items() for part in flag), *switches, *rollout.engine_args)
 
         return self._spec(role, index, build)
