@@ -127,6 +127,27 @@ class Finished:
             )
         )
 
+    def evaluation_cut(self, rows: Sequence[DataRow], samples: list[Sample], reason: str) -> None:
+        """Of an evaluation that did not come to its end; written at once. All of it may be there as evaluated, and the last line counts."""
+        for sample in samples:
+            if sample.row_index >= len(rows):
+                continue  # the held-out file is another one now
+            for trajectory in sample.trajectories:
+                self.evaluated(
+                    rows[sample.row_index],
+                    uid=sample.uid,
+                    index=trajectory.index,
+                    version=sample.version_tag,
+                    prompt_ids=(),
+                    made=None,
+                    reward=None,
+                    is_correct=None,
+                    reason=reason,
+                    attempts=1,
+                    began=trajectory.started_at,
+                )
+        self.archive.flush()
+
     def texts(self, trajectory: Trajectory) -> list[str]:
         """The responses of a live trajectory's leaves, decoded from the store."""
         out = []
