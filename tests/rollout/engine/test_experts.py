@@ -38,6 +38,10 @@ def routed(start: Callable[..., Served], model: Path) -> Served:
 
 @pytest.fixture(scope="module")
 def expected(model: Path) -> Callable[[list[int]], np.ndarray]:
+    return routed_by(model)
+
+
+def routed_by(model: Path) -> Callable[[list[int]], np.ndarray]:
     """ids → the experts that transformers sends them to, sorted [len(ids) − 1, layers, k]."""
     reference = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
 
