@@ -154,7 +154,12 @@ def queues(run: Run) -> dict[str, Any]:
         "batches_uncommitted": len(ledger.batches),
         "pushes_pending": int(run.publisher.pending),
         "engine_requests": {slot.engine_id: slot.open_requests for slot in run.pool.slots.values()},
-        "store": {"objects": stats.objects, "used_bytes": stats.used_bytes, "capacity_bytes": stats.capacity_bytes},
+        "store": {
+            "objects": stats.objects,
+            "used_bytes": stats.used_bytes,
+            "capacity_bytes": stats.capacity_bytes,
+            "location": run.store.location,
+        },
         "watermark": {
             "target": decision.watermark if decision else None,
             "binding": decision.binding if decision else None,

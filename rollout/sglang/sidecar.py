@@ -29,6 +29,7 @@ import numpy as np
 import orjson
 from aiohttp import web
 from aiohttp.web_request import BaseRequest
+from yarl import URL
 
 from rollout import extras
 from rollout.extras import Place
@@ -36,7 +37,18 @@ from rollout.extras import Place
 log = logging.getLogger("headrace.sidecar")
 MARK = b'"routed_experts"'
 INFO = ("/server_info", "/get_server_info")
-OF_ONE_CONNECTION = {"host", "connection", "keep-alive", "transfer-encoding", "content-length", "te", "trailer", "upgrade"}
+OF_ONE_CONNECTION = {
+    "host",
+    "accept-encoding",
+    "connection",
+    "keep-alive",
+    "transfer-encoding",
+    "content-length",
+    "te",
+    "trailer",
+    "upgrade",
+}
+AS_IT_IS = {"Accept-Encoding": "identity"}  # what is rewritten here must not come compressed
 MOST_BODY_BYTES = 1 << 30
 PR_SET_PDEATHSIG = 1
 
@@ -65,7 +77,11 @@ class Sidecar:
                 return web.json_response({"error": {"message": f"{extras.REQUEST}: {error}"}}, status=400)
         try:
             async with self._http.request(
-                request.method, self._behind + request.raw_path, data=body or None, headers=_passing(request.headers), allow_redirects=False
+                request.method,
+                URL(self._behind + request.raw_path, encoded=True),
+                data=body or None,
+                headers=_passing(request.headers) | AS_IT_IS,
+                allow_redirects=False,
             ) as answer:
                 if request.path in INFO and answer.status == 200:
                     return web.json_response(json.loads(await answer.read()) | {extras.STORED: True})
@@ -180,7 +196,7 @@ def parse_flags(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--store", required=True, metavar="LOCATION", help="the run's store, as `headrace status` shows it")
+    parser.add_argument("--store", required=True, metavar="LOCATION", help="the run's store: store.location of GET /v1/runs/RUN")
     parser.add_argument("--model-path", type=Path, required=True, help="for the number of layers, and of experts of a token")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="after --: start this server too, and end with it")
     options = parser.parse_args(arguments)

@@ -77,7 +77,7 @@ class Behind:
 
     async def other(self, request: web.Request) -> web.Response:
         body = await request.read()
-        return web.json_response({"path": request.path_qs, "key": request.headers.get("authorization"), "bytes": len(body)}, status=418)
+        return web.json_response({"path": request.raw_path, "key": request.headers.get("authorization"), "bytes": len(body)}, status=418)
 
 
 @pytest.fixture
