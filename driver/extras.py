@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rollout.slot import EngineSlot
-from store import Ref, StoreError
+from store import Ref
 
 if TYPE_CHECKING:
     from driver.core import Core
@@ -39,7 +39,8 @@ class _Asked:
     """Of one trajectory: keys that are asked for and not answered, and the references by the tokens that they speak of."""
 
     open: set[str] = field(default_factory=set)
-    found: dict[tuple[int, ...], Ref] = field(default_factory=dict)
+    found: dict[tuple[int, ...], tuple[Ref, int]] = field(default_factory=dict)
+    """with the store's epoch (`driver.store_gate`): what came before the last loss is lost"""
 
 
 class Extras:
@@ -95,8 +96,8 @@ class Extras:
             return
         asked.open.remove(said["key"])
         earlier = [tokens for tokens in asked.found if known[: len(tokens)] == tokens]
-        self._take_away([asked.found.pop(tokens) for tokens in earlier])
-        asked.found[known] = Ref.from_wire(said)
+        self._core.gate.free([asked.found.pop(tokens)[0] for tokens in earlier])
+        asked.found[known] = Ref.from_wire(said), self._core.gate.epoch
 
     def of(self, traj_uid: str, leaf: Leaf) -> dict[str, Any] | None:
         """The reference for a row of these tokens. It stays ours until `forget` sees it in the ledger."""
@@ -104,8 +105,8 @@ class Extras:
         if asked is None:
             return None
         versions = {text.rpartition("/")[0] for turn in leaf.turns for text, _, _ in turn.spans}
-        ref = asked.found.get(tuple(leaf.token_ids)) if len(versions) == 1 else None
-        return None if ref is None else ref.to_wire()
+        ref, epoch = asked.found.get(tuple(leaf.token_ids), (None, 0)) if len(versions) == 1 else (None, 0)
+        return None if ref is None or epoch != self._core.gate.epoch else ref.to_wire()
 
     def forget(self, trajectory: Trajectory) -> None:
         """It is in flight no more: what its rows did not take goes, and so does what came late elsewhere."""
@@ -114,24 +115,18 @@ class Extras:
             taken = {leaf.extras["key"] for leaf in trajectory.leaves if leaf.extras is not None}
             self.rows += len(taken)
             self.rows_without += len(trajectory.leaves) - len(taken)
-            self._take_away([ref for ref in asked.found.values() if ref.key not in taken])
+            self._core.gate.free([ref for ref, _ in asked.found.values() if ref.key not in taken])
             self._free_late(asked.open)
         now = time.monotonic()
         late = []
         while self._late and self._late[0][0] <= now:
             late.append(self._late.popleft()[1])
-        self._take_away(late)
+        self._core.gate.free(late)
 
     def _free_late(self, keys: Iterable[str]) -> None:
         refs = [Ref(key, 0, self._core.store.location) for key in keys]
         self._late.extend((time.monotonic() + AGAIN_S, ref) for ref in refs)
-        self._take_away(refs)
-
-    def _take_away(self, refs: Iterable[Ref]) -> None:
-        try:
-            self._core.store.free(refs)
-        except StoreError as error:
-            log.warning("routed experts are not freed: %s", error)
+        self._core.gate.free(refs)
 
     def gauges(self) -> dict[str, float]:
         return {"headrace_extras_rows_count": self.rows, "headrace_extras_rows_without_count": self.rows_without} if self._wanted else {}

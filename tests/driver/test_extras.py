@@ -13,6 +13,7 @@ import pytest
 
 from driver import extras
 from driver.extras import Extras
+from driver.store_gate import StoreGate
 from rollout.extras import Place, put
 from rollout.tree import Leaf, Turn
 from store import EmbeddedStore
@@ -37,7 +38,7 @@ def store(tmp_path: Path) -> Iterator[EmbeddedStore]:
 
 @pytest.fixture
 def core(store: EmbeddedStore) -> Any:
-    return SimpleNamespace(run_id="run", store=store, alarm=Alarms())
+    return SimpleNamespace(run_id="run", store=store, gate=StoreGate(store), alarm=Alarms())
 
 
 def slot(**changes: Any) -> Any:
@@ -106,6 +107,14 @@ def test_what_a_lost_request_leaves_is_freed_though_its_engine_puts_later(core: 
     ours.forget(ended("run/extras/r1"))
     ours.forget(SimpleNamespace(traj_uid="u", leaves=()))
     assert store.keys() == ["run/extras/r1"]
+
+
+def test_what_came_before_the_store_was_lost_is_no_rows_routing(core: Any) -> None:
+    ours = Extras(core, wanted=True)
+    ours.came("t", [1, 2], answered(ours.ask("t", "r", slot()), [1, 2]))
+    assert ours.of("t", leaf(([1], None), ([2], V1))) is not None
+    core.gate.lost()
+    assert ours.of("t", leaf(([1], None), ([2], V1))) is None
 
 
 @pytest.mark.parametrize(
