@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from driver.mix import check_sum
+from driver.row_bytes import trajectory_bytes
 from driver.settings_data import CurriculumConfig, DataConfig, FilterConfig
 from driver.settings_evaluation import EvaluationConfig
 from driver.settings_roles import NAME as ROLE_NAME
@@ -22,11 +23,9 @@ from driver.settings_roles import RoleConfig, check_names
 from driver.settings_store import Kind, StoreConfig
 from rollout.address import bare_host, checked_url, is_loopback
 from rollout.sglang.spec import SglangSpec
-from store.schema import most_bytes
 from trainer.layout import misplaced, nothing_to_offload, sequence_unit
 from trainer.loss_spec import CriticSpec, LossSpec, check_critic
 
-MOST_SPANS = 64  # that a row is reserved for: its answer may live through so many versions
 SECRETS = {"service": {"token"}, "rollout": {"engine_api_key", "engine_admin_key", "router_api_key"}}  # keys that are never shown
 
 
@@ -471,8 +470,8 @@ class RunConfig(_Section):
 
     @property
     def sample_bytes(self) -> int:
-        """Worst case of one sample in the store: every trajectory at full length and of many versions, in two objects."""
-        return self.rollout.n * sum(most_bytes(hop, self.row_tokens, MOST_SPANS) for hop in ("rollout", "reward"))
+        """Worst case of one sample in the store: every trajectory at full length, with its routing where that is replayed."""
+        return self.rollout.n * trajectory_bytes(self.row_tokens, self.model.path if self.trainer.routing_replay else None)
 
     @field_validator("roles")
     @classmethod

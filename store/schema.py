@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from store.base import Column, Value
-from store.format import occupied_bytes
 from store.rows import GRIDS, OFFSET_COLUMNS, PATCHES, POSITIONS, ROWS, SPANS, TOKENS, cut
 
 UNKNOWN_CORRECTNESS = 255
@@ -104,13 +103,6 @@ def fields_of(hop: str) -> tuple[FieldSpec, ...]:
     if not found:
         raise ValueError(f"there is no hop {hop!r}; the hops are {', '.join(HOPS)}")
     return found
-
-
-def most_bytes(hop: str, tokens: int, spans: int) -> int:
-    """What an object of this hop takes up in a store, of one row of so many tokens, without its optional fields: what is to be reserved."""
-    sizes = {ROWS: 1, _N1: 2, TOKENS: tokens, POSITIONS: tokens - 1, SPANS: spans}
-    wanted = (field for field in fields_of(hop) if not field.optional)
-    return occupied_bytes({f.name: (f.dtype, tuple(sizes[n] if isinstance(n, str) else n for n in f.shape)) for f in wanted})
 
 
 def validate(hop: str, columns: Mapping[str, Value]) -> None:

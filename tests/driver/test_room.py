@@ -11,7 +11,7 @@ import pytest
 from driver.dispatch import FULL_ALARM, reward_columns
 from driver.events import EvaluationBegan, Leaf, TrajectoryReady
 from driver.ledger import Trajectory
-from driver.settings import MOST_SPANS
+from driver.row_bytes import SPANS
 from rollout.version import Version
 from store.rows import packed
 from store.schema import validate
@@ -19,7 +19,7 @@ from tests.driver.feeding import Lab
 from tests.driver.test_dispatch import ScriptedEngine
 
 TOKENS = 256
-WORST, SHORT = (TOKENS, MOST_SPANS), (8, 1)
+WORST, SHORT = (TOKENS, SPANS), (8, 1)
 
 
 @pytest.fixture
