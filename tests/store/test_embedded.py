@@ -273,4 +273,7 @@ def test_gauges_have_units(store: EmbeddedStore) -> None:
         "headrace_store_objects_count": 1,
         "headrace_store_used_bytes": ref.size_bytes,
         "headrace_store_capacity_bytes": 8 << 20,
+        "headrace_store_spare_bytes": 0,
+        "headrace_store_pending_frees_count": 0,
+        "headrace_store_oldest_pending_free_seconds": 0.0,
     }
