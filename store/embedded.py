@@ -13,6 +13,7 @@ reader's lock goes with it. Free takes away what nobody locks and sets the rest 
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import mmap
 import os
@@ -54,7 +55,9 @@ class EmbeddedStore:
             return
         if capacity_bytes <= 0:
             raise ValueError(f"the store's capacity must be above 0 bytes, not {capacity_bytes}")
-        self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        check_room(self._root, capacity_bytes)
+        with contextlib.suppress(FileExistsError):
+            self._root.mkdir(mode=0o700, parents=True)
         check_private(self._root)
         for directory in self._directories:
             directory.mkdir(mode=0o700, exist_ok=True)
@@ -62,7 +65,6 @@ class EmbeddedStore:
             self._collect(balance)
             self._spares.shrink()
             balance.used_bytes = self._count_bytes()
-            check_room(self._root, capacity_bytes, balance.used_bytes)
             balance.capacity_bytes = capacity_bytes
 
     def claim(self) -> None:

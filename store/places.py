@@ -42,10 +42,10 @@ def check_private(root: Path) -> None:
             )
 
 
-def check_room(root: Path, capacity_bytes: int, used_bytes: int) -> None:
-    """Raises ValueError when the file system cannot hold so much."""
-    facts = os.statvfs(root)
-    room_bytes = facts.f_bavail * facts.f_frsize + used_bytes
+def check_room(root: Path, capacity_bytes: int) -> None:
+    """Raises ValueError when the file system cannot hold so much there, with what is there already."""
+    facts = os.statvfs(next(path for path in (root, *root.parents) if path.is_dir()))
+    room_bytes = facts.f_bavail * facts.f_frsize + occupied(root)
     if capacity_bytes > room_bytes:
         said = f"the store should hold {capacity_bytes:,} bytes but the file system of {root} has room for {room_bytes:,}; {ENLARGE}"
         raise ValueError(said + "".join(f"; {left.words}" for left in left_over(root.parent) if left.root != root))

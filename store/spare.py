@@ -2,8 +2,8 @@
 
     ROOT/spare/…   nobody's: no key, no reader, no writer
 
-A file comes here only from one who holds its exclusive lock and finds that it has no other name. Then no view of it exists, for a lease is a
-lock that lives as long as its mapping; and nobody gets a new one, for whoever opened it by its key finds that the key is no longer its. A
+A file comes here only from one who holds its exclusive lock and finds that it has no other name. Then no view of it exists, for a lease is
+a lock that lives as long as its mapping; and nobody gets a new one, for whoever opened it by its key finds that the key is no longer its. A
 writer takes it away, to `temp/`, with a lock of its own, before it writes. Whoever dies leaves a spare file or a dead writer's.
 
 Spare bytes are not in use: a put that needs the room has it. They count against the capacity all the same, and are at most half of it.
