@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from driver import doctor
+from driver import doctor, up
 from driver.cli import app
 from driver.config import load_config
 from driver.doctor import examine
 from driver.life import free_port
-from driver.up import CannotStart, serve
+from driver.up import CannotStart
 from store import EmbeddedStore, default_root
 from tests.fleet import fleet
 
@@ -75,8 +75,9 @@ def test_too_few_files_a_missing_package_and_a_taken_port(monkeypatch):
 def test_O2_up_refuses_what_doctor_finds_missing_before_anything_is_made(monkeypatch, tmp_path):
     config = load_config(CONFIG, ["service.port=0", f"run_dir={tmp_path}/run", "rollout.max_open_requests=1024"])
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 1024))
+    monkeypatch.setattr(up, "Run", lambda _: pytest.fail("a run was made"))
     with pytest.raises(CannotStart, match=r"open files: 1,024 a process, [\d,]+ needed; raise the hard limit \(ulimit -Hn"):
-        asyncio.run(serve(config, exit_when_done=True))
+        asyncio.run(up.serve(config, exit_when_done=True))
     assert not (tmp_path / "run").exists()
 
 
