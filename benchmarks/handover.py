@@ -117,8 +117,8 @@ def main() -> int:
     options = flagged.parse_args()
     megabytes, rounds, times = (64, 2, 2) if options.quick else (512, 5, 2)
     ways = {name: python for name, python in made(options.peers).items() if not options.only or name in (*options.only, "embedded")}
-    for name in PEERS:
-        if name not in ways:
+    for name in PACKAGES:
+        if name not in ways and not options.only:
             print(f"{name} is absent: `python -m benchmarks.handover --peers DIR` makes its environment", flush=True)
     measured: dict[str, list[Facts]] = defaultdict(list)
     for turn in range(options.rounds or rounds):

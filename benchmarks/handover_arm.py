@@ -247,7 +247,7 @@ class EmbeddedRows(Embedded):
 
 
 def _ray() -> Any:
-    os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_raylet_start_wait_time_s="300")
+    os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_raylet_start_wait_time_s="300", RAY_worker_niceness=str(os.nice(0)))
     import ray
 
     ray.init(include_dashboard=False, num_cpus=RANKS + 4, object_store_memory=2 << 30, log_to_driver=False, logging_level="ERROR")

@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from driver.config import ConfigError, load_config
-from driver.machine import Finding, left_behind, room
+from driver.machine import Finding, huge_pages, left_behind, room
 from driver.planned import plan_of
 from driver.planner import PlanError
 from driver.settings import RunConfig
@@ -39,7 +39,7 @@ def examine(path: Path | None, overrides: list[str]) -> list[Finding]:
             findings.append(Finding("configuration", "ok", f"{path}: run {config.run_id}, {engines} engine(s)"))
         except ConfigError as error:
             findings.append(Finding("configuration", "missing", str(error)))
-    findings += [_trainer(config), _gpu(), _transformer_engine(), _sglang(config), *room(config), _cores(config)]
+    findings += [_trainer(config), _gpu(), _transformer_engine(), _sglang(config), *room(config), *huge_pages(config), _cores(config)]
     findings += left_behind(config)
     if config is not None:
         findings.append(_plan(config))

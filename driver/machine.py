@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import psutil
+
 from driver.config import weights_bytes
 from driver.settings import RunConfig
 from store import left_over
@@ -39,13 +41,31 @@ def left_behind(config: RunConfig | None) -> Iterator[Finding]:
             yield Finding("left behind", "absent", left.words)
 
 
+def huge_pages(config: RunConfig | None) -> Iterator[Finding]:
+    """Whether large objects get pages of 2 MB: then a put is as fast as a copy in memory, and a read as a read."""
+    place = SHARED_MEMORY if config is None else _there(config.store_directory)
+    mounted = next(path for path in (place.resolve(), *place.resolve().parents) if path.is_mount())
+    mounts = [mount for mount in psutil.disk_partitions(all=True) if (mount.mountpoint, mount.fstype) == (str(mounted), "tmpfs")]
+    options = mounts[-1].opts.split(",") if mounts else []
+    if options and {"huge=always", "huge=within_size"} & set(options):
+        yield Finding("huge pages", "ok", f"{mounted} gives large objects pages of 2 MB")
+    elif options:
+        remedy = f"as root, on the host: mount -o remount,huge=within_size {mounted}"
+        yield Finding("huge pages", "absent", f"{mounted} has pages of 4 KB, which make large objects two to three times as slow; {remedy}")
+
+
+def _there(root: Path) -> Path:
+    """The directory, or the nearest one above it that is there."""
+    return next(path for path in (root, *root.parents) if path.is_dir())
+
+
 def _shared_memory(config: RunConfig | None) -> Finding:
     if not SHARED_MEMORY.is_dir():
         return Finding("shared memory", "missing", f"there is no {SHARED_MEMORY}; Linux has it, a container must mount it")
     if config is None:
         return Finding("shared memory", "ok", f"{_free(SHARED_MEMORY) / 2**30:.2f} GiB free in {SHARED_MEMORY}")
     root = config.store_directory
-    place = next(path for path in (root, *root.parents) if path.is_dir())
+    place = _there(root)
     needed = config.store.capacity_bytes
     # A push's copy in torch's form is made in /dev/shm, wherever the store lies.
     copied = weights_bytes(config.model.path, config.trainer.dtype) if config.transport == "tensor" else 0
