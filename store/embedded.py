@@ -21,19 +21,18 @@ import time
 import uuid
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from urllib.parse import quote, unquote
+from urllib.parse import unquote
 
 import numpy as np
 
 from store import files, parking
 from store.account import Account, Balance
 from store.base import Damaged, Exists, Full, Gone, Lease, Ref, StoreError, StoreStats, Unavailable, Value
-from store.format import PAGE_BYTES, aligned, encode, read_table, schema_version, view
+from store.format import PAGE_BYTES, aligned, encode, quoted, read_table, schema_version, view
 from store.places import check_private, check_room
 from store.spare import Spares
 
 SCHEME = "tmpfs:"
-NAME_LIMIT_BYTES = 255
 _CLAIM_TRIES, _CLAIM_PAUSE_S = 10, 0.05
 
 
@@ -315,14 +314,7 @@ class EmbeddedStore:
     # Checks
 
     def _path_of(self, key: str) -> Path:
-        if not isinstance(key, str) or not key:
-            raise ValueError(f"a key must be a non-empty string, not {key!r}")
-        name = quote(key, safe="")
-        if name.startswith("."):
-            name = "%2E" + name[1:]
-        if len(name) > NAME_LIMIT_BYTES:
-            raise ValueError(f"the key {key[:60]!r}… is {len(name)} bytes long once quoted, {NAME_LIMIT_BYTES} are allowed; shorten it")
-        return self._objects / name
+        return self._objects / quoted(key)
 
     def _check_ref(self, ref: Ref) -> None:
         if ref.location != self.location:
