@@ -15,6 +15,7 @@ from pathlib import Path
 
 from driver.config import ConfigError, load_config
 from driver.machine import Finding, huge_pages, left_behind, room
+from driver.mooncake import absent, lacking
 from driver.planned import plan_of
 from driver.planner import PlanError
 from driver.settings import RunConfig
@@ -24,6 +25,7 @@ from rollout.capabilities import TRIED
 from rollout.client import EngineClient, make_http
 from rollout.router import RouterClient
 from rollout.sglang.spec import SglangSpec, has_cuda_device, located, version_of
+from store.mooncake_client import installed
 
 TRAINER_PACKAGES = ("torch", "megatron-core", "mbridge", "transformers", "safetensors")
 
@@ -41,6 +43,7 @@ def examine(path: Path | None, overrides: list[str]) -> list[Finding]:
             findings.append(Finding("configuration", "missing", str(error)))
     findings += [_trainer(config), _gpu(), _transformer_engine(), _sglang(config), *room(config), *huge_pages(config), _cores(config)]
     findings += left_behind(config)
+    findings.append(_mooncake(config))
     if config is not None:
         findings.append(_plan(config))
     if config is not None and (config.rollout.engine_urls or config.rollout.router_url):
@@ -143,6 +146,15 @@ def _sglang_words(spec: SglangSpec) -> str:
     number = version_of(spec.python)
     tested = "" if number == TRIED else f" (tried: {TRIED})"
     return f"{number}{tested} on {spec.device}, {spec.python}"
+
+
+def _mooncake(config: RunConfig | None) -> Finding:
+    if config is not None and config.store_kind == "mooncake":
+        missing = lacking(config)
+        others = f"; on {', '.join(config.hosts)} an owner is started by hand (README, Many machines)" if config.hosts else ""
+        return Finding("Mooncake", "missing" if missing else "ok", "; ".join(missing) or f"{installed()}{others}")
+    missing = absent()
+    return Finding("Mooncake", "absent" if missing else "ok", "; ".join(missing) or installed())
 
 
 def _cores(config: RunConfig | None) -> Finding:

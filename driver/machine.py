@@ -12,6 +12,7 @@ from typing import Literal
 import psutil
 
 from driver.config import weights_bytes
+from driver.mooncake import gives_bytes, room_bytes
 from driver.settings import RunConfig
 from store import left_over
 from store.places import SHARED_MEMORY, occupied
@@ -34,6 +35,11 @@ def room(config: RunConfig | None) -> list[Finding]:
     return [_shared_memory(config), _open_files(config)]
 
 
+def needed(config: RunConfig) -> list[Finding]:
+    """What must be there before a start. A Mooncake store that outlived its run has its memory already, and says itself what it lacks."""
+    return [_open_files(config)] if config.store_kind == "mooncake" else room(config)
+
+
 def left_behind(config: RunConfig | None) -> Iterator[Finding]:
     """Stores of runs that were killed, which keep their memory. The configuration's own is not one: its run takes it up again."""
     for left in left_over():
@@ -43,7 +49,7 @@ def left_behind(config: RunConfig | None) -> Iterator[Finding]:
 
 def huge_pages(config: RunConfig | None) -> Iterator[Finding]:
     """Whether large objects get pages of 2 MB: then a put is as fast as a copy in memory, and a read as a read."""
-    place = SHARED_MEMORY if config is None else _there(config.store_directory)
+    place = SHARED_MEMORY if config is None or config.store_kind == "mooncake" else _there(config.store_directory)
     mounted = next(path for path in (place.resolve(), *place.resolve().parents) if path.is_mount())
     mounts = [mount for mount in psutil.disk_partitions(all=True) if (mount.mountpoint, mount.fstype) == (str(mounted), "tmpfs")]
     options = mounts[-1].opts.split(",") if mounts else []
@@ -64,9 +70,10 @@ def _shared_memory(config: RunConfig | None) -> Finding:
         return Finding("shared memory", "missing", f"there is no {SHARED_MEMORY}; Linux has it, a container must mount it")
     if config is None:
         return Finding("shared memory", "ok", f"{_free(SHARED_MEMORY) / 2**30:.2f} GiB free in {SHARED_MEMORY}")
+    embedded = config.store_kind == "embedded"
     root = config.store_directory
-    place = _there(root)
-    needed = config.store.capacity_bytes
+    place = _there(root) if embedded else SHARED_MEMORY
+    needed = config.store.capacity_bytes if embedded else room_bytes(gives_bytes(config))
     # A push's copy in torch's form is made in /dev/shm, wherever the store lies.
     copied = weights_bytes(config.model.path, config.trainer.dtype) if config.transport == "tensor" else 0
     together = os.stat(place).st_dev == os.stat(SHARED_MEMORY).st_dev

@@ -19,9 +19,10 @@ from driver.settings_data import CurriculumConfig, DataConfig, FilterConfig
 from driver.settings_evaluation import EvaluationConfig
 from driver.settings_roles import NAME as ROLE_NAME
 from driver.settings_roles import RoleConfig, check_names
+from driver.settings_store import Kind, StoreConfig
 from rollout.address import bare_host, checked_url, is_loopback
 from rollout.sglang.spec import SglangSpec
-from trainer.layout import misplaced, nothing_to_offload
+from trainer.layout import misplaced, nothing_to_offload, sequence_unit
 from trainer.loss_spec import CriticSpec, LossSpec, check_critic
 
 SECRETS = {"service": {"token"}, "rollout": {"engine_api_key", "engine_admin_key", "router_api_key"}}  # keys that are never shown
@@ -124,7 +125,12 @@ class RolloutConfig(_Section):
 class BatchConfig(_Section):
     samples: int = Field(16, ge=1, description="P: samples per global batch")
     mini_batches: int = Field(1, ge=1, description="optimizer steps per global batch")
-    micro_batch_tokens: int = Field(4096, ge=16, description="token budget of one forward and backward pass")
+    micro_batch_tokens: int = Field(4096, ge=16, description="token budget of one forward and backward pass, all its rows together")
+    long_rows: Literal["refuse", "alone"] = Field(
+        "refuse",
+        description="rows above that budget: refuse: a context_length that allows them is an error; alone: each is a micro-batch by "
+        "itself, which takes the memory that it takes",
+    )
 
     @model_validator(mode="after")
     def _mini_batches_fit(self) -> BatchConfig:
@@ -325,18 +331,6 @@ class StopConfig(_Section):
     reward_window: int = Field(5, ge=1)
 
 
-class StoreConfig(_Section):
-    backend: Literal["embedded"] = "embedded"
-    directory: Path | None = Field(None, description="default /dev/shm/headrace-UID-RUN; must be a memory file system")
-    capacity_bytes: int = Field(1 << 30, ge=1 << 20)
-    snapshot_every_s: float | None = Field(
-        None,
-        gt=0,
-        description="ready and consumed rows are copied to RUN_DIR/rows.sqlite this often, for a host that goes down; null: after that "
-        "they are generated again",
-    )
-
-
 class ServiceConfig(_Section):
     host: str = "127.0.0.1"
     port: int = Field(8700, ge=0, le=65535, description="0: any free port, written to RUN_DIR/service.json")
@@ -400,6 +394,7 @@ class RunConfig(_Section):
     push: PushConfig = PushConfig()
     stop: StopConfig = StopConfig()
     store: StoreConfig = StoreConfig()
+    hosts: list[str] = Field([], description="machines beside this one that read or write the run's rows, by name or address")
     service: ServiceConfig = ServiceConfig()
     roles: dict[Annotated[str, Field(pattern=ROLE_NAME)], RoleConfig] = Field({}, description="your own processes; see examples/own_role")
     evaluation: EvaluationConfig | None = Field(None, description="a held-out set, scored at chosen versions; null: none")
@@ -436,6 +431,11 @@ class RunConfig(_Section):
     @property
     def store_directory(self) -> Path:
         return self.store.directory or Path(f"/dev/shm/headrace-{os.getuid()}-{self.run_id}")
+
+    @property
+    def store_kind(self) -> Kind:
+        """On several hosts it is Mooncake unless the configuration says otherwise."""
+        return self.store.kind or ("mooncake" if self.hosts else "embedded")
 
     @property
     def transport(self) -> str:
@@ -482,6 +482,8 @@ class RunConfig(_Section):
     def _whole(self) -> RunConfig:
         if not (self.rollout.engines or self.rollout.engine_urls or self.service.engine_hosts):
             raise ValueError("rollout.engines is 0 and there is no other engine: give rollout.engine_urls, or service.engine_hosts")
+        if why := self.store.misfit(self.store_kind):
+            raise ValueError(f"store: {why}")
         if self.rollout.min_group > self.rollout.n:
             raise ValueError(f"rollout.min_group ({self.rollout.min_group}) exceeds rollout.n ({self.rollout.n}): lower it to that")
         if self.staleness.preset == "partial" and not self.rollout.min_group <= self.partial_k < self.rollout.n:
@@ -496,10 +498,13 @@ class RunConfig(_Section):
             )
         if self.rollout.sampling.max_new_tokens >= self.rollout.context_length:
             raise ValueError("rollout.sampling.max_new_tokens must be smaller than rollout.context_length, or no prompt fits")
-        if self.batch.micro_batch_tokens < self.row_tokens:
+        unit = sequence_unit(self.trainer.tp, self.trainer.cp)
+        longest = -(-self.row_tokens // unit) * unit
+        if self.batch.micro_batch_tokens < longest and self.batch.long_rows == "refuse":
+            padded = f", which the layout pads to {longest}" if longest > self.row_tokens else ""
             raise ValueError(
-                f"batch.micro_batch_tokens ({self.batch.micro_batch_tokens}) is below rollout.context_length ({self.row_tokens}): "
-                "the longest row would not fit; raise the one or lower the other"
+                f"batch.micro_batch_tokens ({self.batch.micro_batch_tokens}) is below rollout.context_length ({self.row_tokens}{padded}): "
+                "the longest row would not fit; raise the one or lower the other, or set batch.long_rows: alone"
             )
         if self.transport == {"embedded": "tensor", "sglang": "store"}[self.rollout.engine]:
             raise ValueError(
