@@ -314,6 +314,7 @@ def show_policies(scale: Scale, traces: Sequence[str], console: Console) -> dict
             "windowed FIFO of 5 batches": policies.windowed_fifo(facts, 5, batches),
             "dropping at S = 3": policies.dropping(facts, 3, batches),
             "partial (7 of 8), S = 3": policies.partial(facts, 3, batches),
+            **{f"A4 with all lengths known, S = {s}": policies.longest_first(facts, s, batches) for s in (1, 3, 5)},
             **{f"A4, S = {s}": policies.Outcome.of(simulate(facts, s, batches=batches)) for s in (1, 2, 3, 5, 7)},
         }
         table = Table(title=f"policies in the model, {trace} trace, B = {facts.batch_trajectories}")
@@ -322,6 +323,8 @@ def show_policies(scale: Scale, traces: Sequence[str], console: Console) -> dict
         for name, one in outcomes.items():
             table.add_row(name, f"{one.fraction:.2f}", f"{one.staleness_mean:.2f}", str(one.staleness_max), f"{one.wasted:.0%}")
         console.print(table)
+        ceilings = ", ".join(f"S = {s}: {policies.ceiling(facts, s):.2f}" for s in (0, 1, 2, 3, 5, 7))
+        console.print(f"{trace}: no policy that drops nothing and knows no lengths exceeds {ceilings}", highlight=False)
         found[trace] = {name: asdict(one) for name, one in outcomes.items()}
     return found
 

@@ -7,6 +7,7 @@
                     not trained: a straggler holds all behind it
     dropping        batches take the oldest ready samples at once; what would be older than S is thrown away, running or ready
     partial         as A4, but a sample is taken with n - 1 of its n: the straggler's work is thrown away
+    longest_first   A4 by somebody who knows every length beforehand: of each P samples the longest is registered first
 
 They are policies, not programs: what they are named after may do more, or less, than is modelled here. C slots, B = P * n trajectories, tau
 for a batch, no lag, no queue, no time to score, as in the model of A4.
@@ -71,6 +72,25 @@ def group_slots(facts: Facts, bound: int, batches: int, seed: int = 0) -> Outcom
 
 def partial(facts: Facts, bound: int, batches: int, seed: int = 0) -> Outcome:
     return _Model(facts, bound, seed, enough=facts.n - 1).run(batches)
+
+
+def longest_first(facts: Facts, bound: int, batches: int, seed: int = 0) -> Outcome:
+    draws = drawn(facts.lengths_s, seed)
+
+    def windows() -> Iterator[float]:
+        while True:
+            window = [list(itertools.islice(draws, facts.n)) for _ in range(facts.samples)]
+            yield from itertools.chain.from_iterable(sorted(window, key=max, reverse=True))
+
+    return Outcome.of(simulate(facts, bound, batches=batches, draws=windows()))
+
+
+def ceiling(facts: Facts, bound: int) -> float:
+    """What no policy exceeds that registers P samples a version, in an order that does not know their lengths, and drops none: the longest
+    of them, registered when the version was served, must be ready when batch v + S starts, so S + 1 batches take its time and one tau."""
+    drawn_at_once = drawn(facts.lengths_s, 0)
+    longest_s = statistics.fmean(max(itertools.islice(drawn_at_once, facts.batch_trajectories)) for _ in range(2000))
+    return min(1.0, (bound + 1) * facts.tau_s / (longest_s + facts.tau_s))
 
 
 def windowed_fifo(facts: Facts, window: int, batches: int, seed: int = 0) -> Outcome:

@@ -27,7 +27,6 @@ from driver.core import Core
 from driver.datasets import DataRow, read_rows, scorable
 from driver.events import EvaluationBegan, EvaluationEnded
 from driver.finished import Finished
-from driver.ledger import Upsert
 from driver.publish import Publisher
 from driver.push import Pusher
 from driver.scoring import ScoreFailed, Scoring
@@ -165,6 +164,7 @@ class Evaluator:
 
     async def run(self) -> None:
         """Consumes versions that are due; waits for one, and for an engine that has it; unblocked by any change. Never ends."""
+        self._stop_rule()  # a driver that died after a result had not ended the run yet
         async with asyncio.TaskGroup() as group:
             if self.own_engines:
                 group.create_task(self._keep_pushed())
@@ -262,11 +262,11 @@ class Evaluator:
                 first_uid=first,
                 rewards=tuple((row, index, answer.reward) for (row, index), answer in everything.items() if answer.reward is not None),
                 failed=tuple((row, index, answer.reason or "") for (row, index), answer in everything.items() if answer.reward is None),
+                epoch=epoch,
+                report=msgspec.json.encode(result),
                 time=time.time(),
             )
         )
-        name = f"evaluation/{version:016d}/{epoch:08d}"
-        core.db.write([Upsert("meta", {"name": name, "value": msgspec.json.encode(result)})])
         self.results.append(result)
         self._running = None
         self._hold()

@@ -153,9 +153,12 @@ class EvaluationBegan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EvaluationEnded(msgspec.Struct, frozen=True, kw_only=True):
-    """Every trajectory of it ends here: (row, index, reward) as evaluated, (row, index, reason) as discarded."""
+    """Every trajectory of it ends here: (row, index, reward) as evaluated, (row, index, reason) as discarded. `report` is what is told of
+    it, and is kept in the same commit: answers are never counted as evaluated without the result that they made."""
 
     first_uid: int
+    epoch: int
+    report: bytes
     rewards: tuple[tuple[int, int, float], ...]
     failed: tuple[tuple[int, int, str], ...]
     time: float

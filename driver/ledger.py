@@ -409,7 +409,9 @@ class Ledger:
         for row, index, reason in e.failed:
             self._finish(self.samples[e.first_uid + row].trajectories[index], DISCARDED, reason)
         writes = [self._trajectory_row(t) for s in samples for t in s.trajectories]
-        return writes + [write for s in samples for write in self._forget_if_over(s)]
+        name = f"evaluation/{samples[0].version_tag:016d}/{e.epoch:08d}/{e.first_uid:016d}"
+        result = Upsert("meta", {"name": name, "value": e.report})
+        return [*writes, result, *[write for s in samples for write in self._forget_if_over(s)]]
 
     def _on_MixChanged(self, e: MixChanged) -> list[Upsert]:
         for dataset_id, change in e.changes.items():

@@ -81,12 +81,18 @@ class Plan:
         return {placement.name: placement for placement in self.placements}
 
 
-def make_plan(roles: Sequence[Role], hosts: Sequence[Host], standing: Mapping[str, Placement] | None = None) -> Plan:
-    """PlanError with the first thing that does not fit. `standing` are processes that run already: they stay where they are."""
+def make_plan(
+    roles: Sequence[Role],
+    hosts: Sequence[Host],
+    standing: Mapping[str, Placement] | None = None,
+    others: Mapping[str, Plan] | None = None,
+) -> Plan:
+    """PlanError with the first thing that does not fit. `standing` are processes that run already: they stay where they are. `others` are
+    the plans of the runs beside this one, by run_id: what their processes are marked with is taken."""
     routes = _connected(roles)
     _no_circle(roles)
     warnings: list[str] = []
-    placements = _Placing(hosts, warnings, standing or {}).all(roles)
+    placements = _Placing(hosts, warnings, standing or {}, others or {}).all(roles)
     where = {role.name: {p.host for p in placements if p.role.name == role.name} for role in roles}
     used = [
         Route(stream, publisher, subscribers, _way(stream, [where[name] for name in (publisher, *subscribers)]))
@@ -182,6 +188,12 @@ def _way(stream: Stream, places: list[set[str]]) -> str:
 class _Device:
     memory_bytes: int
     holders: list[Role] = field(default_factory=list)
+    labels: list[str] = field(default_factory=list)
+    """of the holders, for the user: those of another run say so"""
+
+    def hold(self, role: Role, label: str) -> None:
+        self.holders.append(role)
+        self.labels.append(label)
 
     def takes(self, role: Role) -> bool:
         """Beside those who are there already."""
@@ -208,11 +220,23 @@ class _Room:
 
 
 class _Placing:
-    def __init__(self, hosts: Sequence[Host], warnings: list[str], standing: Mapping[str, Placement]) -> None:
+    def __init__(self, hosts: Sequence[Host], warnings: list[str], standing: Mapping[str, Placement], others: Mapping[str, Plan]) -> None:
         self._standing = standing
         self._rooms = [_Room(host, host.memory_bytes, [_Device(memory) for memory in host.devices]) for host in hosts]
         self._warnings = warnings
         self._taken: Counter[str] = Counter()
+        for run_id, plan in others.items():
+            for placement in plan.placements:
+                self._held_elsewhere(run_id, placement)
+
+    def _held_elsewhere(self, run_id: str, placement: Placement) -> None:
+        label, needed = f"{placement.role.name} of run {run_id}", _needed(placement.role)
+        for room in self._rooms:
+            if room.host.name == placement.host:
+                room.free_bytes -= needed
+                self._taken[label] += needed
+                for device in placement.devices:
+                    room.devices[device].hold(placement.role, label)
 
     def all(self, roles: Sequence[Role]) -> list[Placement]:
         """In the order of the roles, whatever the order in which they were placed."""
@@ -234,7 +258,7 @@ class _Placing:
         return [placed[key] for role in process_roles for key in sorted(k for k in placed if k[0] == role.name)]
 
     def _place(self, role: Role, index: int) -> Placement:
-        needed = mark(role) * (role.instances if role.pooled else 1)
+        needed = _needed(role)
         there = self._standing.get(f"{role.process}-{index}")
         if there is not None:
             fitting = [(room, there.devices) for room in self._rooms if room.host.name == there.host]
@@ -248,16 +272,16 @@ class _Placing:
         room.free_bytes -= needed
         self._taken[role.name] += needed
         for device in devices:
-            holders = room.devices[device].holders
-            if holders and role.resources.device_memory_bytes is None:
-                names = " and ".join(sorted({holder.name for holder in (*holders, role)}))
+            shared = room.devices[device]
+            if shared.holders and role.resources.device_memory_bytes is None:
+                names = " and ".join(sorted({*shared.labels, role.name}))
                 self._warnings.append(f"{names} share GPU {device} of {room.host.name} and say not how much of it each takes")
-            holders.append(role)
+            shared.hold(role, role.name)
         return Placement(role, index, role.instances, room.host.name, devices)
 
     def _no_devices(self, role: Role, index: int) -> str:
         there = ", ".join(f"{len(room.devices)} on {room.host.name}" for room in self._rooms)
-        holders = Counter(holder.name for room in self._rooms for device in room.devices for holder in device.holders)
+        holders = Counter(label for room in self._rooms for device in room.devices for label in device.labels)
         held = ", ".join(f"{name} {count}" for name, count in holders.items()) or "none is taken"
         each = f"{role.resources.devices} GPU{'s' if role.resources.devices > 1 else ''}"
         return (
@@ -283,6 +307,11 @@ class _Placing:
         there = sum(room.host.cores for room in self._rooms)
         if wanted > there:
             self._warnings.append(f"{there} cores are shared by roles that could keep {wanted} busy")
+
+
+def _needed(role: Role) -> int:
+    """Of one process: an instance, or all of a pooled role."""
+    return mark(role) * (role.instances if role.pooled else 1)
 
 
 def mark(role: Role) -> int:

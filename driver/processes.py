@@ -84,7 +84,7 @@ class Processes:
         self._directory.mkdir(parents=True, exist_ok=True)
         self._lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._launcher = LocalLauncher(self._on_event)
-        self.plan = plan_of(self._config, self.wanted.counts)
+        self.plan = plan_of(self._config, self.wanted.counts, others=self._run.beside())
         for warning in self.plan.warnings:
             log.warning("plan: %s", warning)
         self._run.own_roles.open(self.plan)
@@ -160,7 +160,7 @@ class Processes:
             raise NotScalable(f"{role} can have {least} to {MOST_INSTANCES} instances here, not {count}{hold}")
         before = self.plan
         standing = {name: placement for name, placement in before.processes.items() if name in self._launcher.processes}
-        plan = plan_of(self._config, self.wanted.counts | {role: count}, standing)
+        plan = plan_of(self._config, self.wanted.counts | {role: count}, standing, self._run.beside())
         was = self.wanted[role]
         self.wanted.ask(role, count)
         self.plan = plan

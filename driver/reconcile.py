@@ -19,7 +19,7 @@ from driver.events import Found, Restarted, RowsLost, SampleDiscarded, Trajector
 from driver.ledger import CONSUMED, Sample
 from driver.prefix_log import PrefixLog
 from driver.row_snapshot import RowSnapshot, wanted_keys
-from store import EmbeddedStore, StoreError
+from store import Store, StoreError
 
 log = logging.getLogger("headrace.reconcile")
 
@@ -28,9 +28,7 @@ class CannotContinue(RuntimeError):
     """A configuration with which this run can not go on. A sentence for the user."""
 
 
-def reconcile(
-    core: Core, store: EmbeddedStore, settle: Callable[[Sample], None], prefixes: PrefixLog, snapshot: RowSnapshot
-) -> Found | None:
+def reconcile(core: Core, store: Store, settle: Callable[[Sample], None], prefixes: PrefixLog, snapshot: RowSnapshot) -> Found | None:
     """Before any loop runs. `settle` is told each live sample, and decides on those of which nothing runs. Returns what was found; None at
     the first start. CannotContinue."""
     ledger, config = core.ledger, core.config
@@ -91,7 +89,7 @@ def reconcile(
     return found
 
 
-def _find_rows(core: Core, store: EmbeddedStore, snapshot: RowSnapshot, parked: Path) -> dict[str, str]:
+def _find_rows(core: Core, store: Store, snapshot: RowSnapshot, parked: Path) -> dict[str, str]:
     """Where the rows of each ready or consumed trajectory were: the last of memory, parked, snapshot, again that any of them needed."""
     wanted = wanted_keys(core)
     memory = set(store.keys())

@@ -14,7 +14,7 @@ from typing import Any
 
 from driver.core import Core
 from driver.ledger import CONSUMED, READY
-from store import EmbeddedStore, Unavailable
+from store import Store, Unavailable
 from store.row_file import RowFile, Saved
 
 log = logging.getLogger("headrace.snapshot")
@@ -33,7 +33,7 @@ def wanted_keys(core: Core) -> dict[str, list[str]]:
 class RowSnapshot:
     """One run's. `every_s` None: nothing is copied any more, and what an earlier start copied is still used."""
 
-    def __init__(self, path: Path, core: Core, store: EmbeddedStore, every_s: float | None) -> None:
+    def __init__(self, path: Path, core: Core, store: Store, every_s: float | None) -> None:
         self.every_s = every_s
         self._core = core
         self._store = store

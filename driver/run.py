@@ -15,6 +15,7 @@ import contextlib
 import errno
 import logging
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import orjson
@@ -38,7 +39,7 @@ from driver.ledger import Upsert
 from driver.ledger_db import LedgerDB, LedgerError
 from driver.own_roles import OwnRoles
 from driver.planned import plan_of
-from driver.planner import PlanError
+from driver.planner import Plan, PlanError
 from driver.prefix_log import PrefixLog
 from driver.processes import Processes
 from driver.publish import Publisher
@@ -78,6 +79,7 @@ class Run:
     def __init__(self, config: RunConfig) -> None:
         plan_of(config)  # what can not be started is refused before anything is made
         self.config = config
+        self.beside: Callable[[], dict[str, Plan]] = dict  # the plans of the service's other runs, which `Runs` knows
         config.directory.mkdir(parents=True, exist_ok=True)
         self.log_directory = config.directory / "logs"
         self.log_directory.mkdir(exist_ok=True)

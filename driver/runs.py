@@ -23,6 +23,8 @@ from driver.derive import derived, other_engines, same_reward
 from driver.launcher import LocalProcess
 from driver.ledger import Upsert
 from driver.ledger_db import LedgerDB, LedgerError
+from driver.planned import plan_of
+from driver.planner import Plan, PlanError
 from driver.run import Run
 from driver.settings import RunConfig
 
@@ -50,12 +52,13 @@ class Runs:
 
     def __init__(self, first: Run) -> None:
         self.first = first
-        self.runs: dict[str, Run] = {first.core.run_id: first}
+        self.runs: dict[str, Run] = {}
         self.waiting: dict[str, str] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._begun: list[Begun] = []
         self._changed = asyncio.Event()
         self._stopping = False
+        self._add(first)
 
     # ---- life ----------------------------------------------------------------------------------------------------------
 
@@ -96,8 +99,16 @@ class Runs:
         states = ", ".join(f"{name} is {run.state}" for name, run in self.runs.items())
         log.info("%s; the service stays for reading until headrace down", states)
 
-    def _start(self, run: Run) -> None:
+    def _add(self, run: Run) -> None:
         self.runs[run.core.run_id] = run
+        run.beside = lambda: self._beside(run.core.run_id)
+
+    def _beside(self, *run_ids: str) -> dict[str, Plan]:
+        """What the runs other than these hold of the hosts."""
+        return {name: run.processes.plan for name, run in self.runs.items() if name not in run_ids and run.state not in ENDED}
+
+    def _start(self, run: Run) -> None:
+        self._add(run)
         self._task(run.core.run_id, run.run())
 
     def _task(self, name: str, work: Coroutine[Any, Any, None]) -> None:
@@ -138,6 +149,10 @@ class Runs:
                 raise ConfigError(f"run {begun.origin} has no engines to take over")
             if any(one.origin == begun.origin and one.engines == "take_over" for one in self._begun if one.run_id in self.waiting):
                 raise ConfigError(f"another run waits for the engines of {begun.origin}")
+        try:
+            plan_of(config, others=self._beside(*[begun.origin] * (begun.engines == "take_over")))
+        except PlanError as error:
+            raise ConfigError(str(error)) from None
         self._begun.append(begun)
         self.first.core.db.write([Upsert("meta", {"name": "runs", "value": msgspec.json.encode(self._begun)})])
         await self.first.core.db.durable()

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import Depends, FastAPI, Header, HTTPException, Query, Request
-from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictInt, ValidationError
 
 from driver import observe_data, submits
 from driver.datasets import DatasetError, resolve_under
@@ -47,11 +47,17 @@ class Submitted(BaseModel):
     created: bool = Field(description="false: this idempotency key was seen before and nothing was added")
 
 
+def _no_bool(value: object) -> object:
+    if isinstance(value, bool):
+        raise ValueError("give a number, not true or false")
+    return value
+
+
 class Mix(BaseModel):
     """What is left out stays. `epochs: null` is for ever."""
 
     model_config = ConfigDict(extra="forbid")
-    weight: float | None = Field(None, allow_inf_nan=False, description=_WEIGHT)
+    weight: Annotated[float | None, BeforeValidator(_no_bool)] = Field(None, allow_inf_nan=False, description=_WEIGHT)
     priority: StrictInt | None = Field(None, ge=-PRIORITIES, le=PRIORITIES, description=_PRIORITY)
     epochs: StrictInt | None = Field(None, ge=1, le=1 << 31, description="passes over it; null: for ever")
 

@@ -1,11 +1,13 @@
 """Typed columns by key: put once, read without copying, gone when the last reader lets go.
 
-Embedded, the bytes lie in files under /dev/shm. The interface is that of `store.base.Store`, so that a store of many hosts can take over.
+The interface is `store.base.Store`. Embedded, the bytes lie in files under /dev/shm of one host; with Mooncake, in the memory of many.
 """
 
 from store.base import Column, Damaged, Exists, Full, Gone, Lease, Ref, Store, StoreError, StoreStats, Unavailable, Value
-from store.embedded import EmbeddedStore, default_root, open_store
+from store.embedded import EmbeddedStore, default_root
 from store.format import occupied_bytes
+from store.mooncake import MooncakeStore, mooncake_location
+from store.opening import open_store
 from store.pieces import Bundle, Piece, TensorForm
 
 __all__ = [
@@ -17,6 +19,7 @@ __all__ = [
     "Full",
     "Gone",
     "Lease",
+    "MooncakeStore",
     "Piece",
     "Ref",
     "Store",
@@ -26,6 +29,7 @@ __all__ = [
     "Unavailable",
     "Value",
     "default_root",
+    "mooncake_location",
     "occupied_bytes",
     "open_store",
 ]

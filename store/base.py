@@ -112,17 +112,27 @@ class Lease(Mapping[str, np.ndarray]):
 
 
 class Store(Protocol):
-    """The verbs. Any process may put and open; the owner of the objects frees, parks and unparks."""
+    """The verbs. Any process may put and open; the owner of the objects claims, frees, parks and removes."""
 
     @property
-    def location(self) -> str: ...
+    def location(self) -> str:
+        """What a `Ref` names, and `open_store` attaches to. It outlives the processes that hold the bytes."""
+        ...
 
     def put(self, key: str, columns: Mapping[str, Value]) -> Ref:
         """Raises Exists, Full, Unavailable; ValueError for a key or a column that cannot be stored."""
         ...
 
+    def put_encoded(self, key: str, encoded: bytes) -> Ref:
+        """Publish bytes that already are an object, from `encoded`. Raises Damaged besides what `put` does."""
+        ...
+
     def open(self, ref: Ref, columns: Iterable[str] | None = None) -> Lease:
         """Raises Gone, Unavailable, Damaged; ValueError for a column the object does not have."""
+        ...
+
+    def encoded(self, ref: Ref) -> bytes:
+        """The object's bytes as they lie in the store. Raises Gone, Unavailable."""
         ...
 
     def free(self, refs: Iterable[Ref]) -> None:
@@ -131,10 +141,37 @@ class Store(Protocol):
 
     def stats(self) -> StoreStats: ...
 
+    def gauges(self) -> dict[str, float]: ...
+
+    def keys(self) -> list[str]:
+        """Every published key, in no order: what a restarted owner compares with its own account. A scan."""
+        ...
+
+    def ref(self, key: str) -> Ref:
+        """The reference of a published object. Raises Gone, Unavailable."""
+        ...
+
+    def parts(self) -> frozenset[str]:
+        """The pieces of memory that the objects lie in. One that was there before and is missing has taken its objects with it, for ever.
+        Raises Unavailable."""
+        ...
+
+    def claim(self) -> None:
+        """Be the one owner, for as long as this process lives or until `remove`. Raises ValueError when another process is."""
+        ...
+
     def park(self, directory: Path) -> int:
         """Moves every object to `directory` on disk, all or nothing; returns how many."""
         ...
 
     def unpark(self, directory: Path) -> int:
         """Moves parked objects back; returns how many were missing here. Nothing parked is not an error."""
+        ...
+
+    def remove(self) -> None:
+        """Take every object away, and close. By the owner, when no one will put again; views that readers hold stay safe."""
+        ...
+
+    def close(self) -> None:
+        """This process is done with it; what it put stays. A later verb raises Unavailable."""
         ...

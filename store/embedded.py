@@ -20,7 +20,6 @@ import resource
 import stat
 import uuid
 from collections.abc import Iterable, Mapping
-from functools import lru_cache
 from pathlib import Path
 from urllib.parse import quote, unquote
 
@@ -39,14 +38,6 @@ FILES_WANTED = 65_536
 def default_root(store_id: str) -> Path:
     """Where this user's store of that name lies."""
     return Path(f"/dev/shm/headrace-{os.getuid()}-{quote(store_id, safe='')}")
-
-
-@lru_cache(maxsize=64)
-def open_store(location: str) -> EmbeddedStore:
-    """The store at a `Ref.location`; one object per process and location. Raises Unavailable, ValueError."""
-    if not location.startswith(SCHEME):
-        raise ValueError(f"unknown store location {location!r}; it must begin with {SCHEME!r}")
-    return EmbeddedStore(Path(location.removeprefix(SCHEME)))
 
 
 class EmbeddedStore:
@@ -77,7 +68,6 @@ class EmbeddedStore:
             balance.capacity_bytes = capacity_bytes
 
     def claim(self) -> None:
-        """Be the one owner, for as long as this process lives or until `remove`. Raises ValueError when another process is."""
         handle = os.open(self._root / "owner", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -104,7 +94,6 @@ class EmbeddedStore:
         return self._publish(key, target, pieces, length_bytes)
 
     def put_encoded(self, key: str, encoded: bytes) -> Ref:
-        """Publish bytes that already are an object (from `parking`). Raises Damaged besides what `put` does."""
         read_table(encoded, len(encoded), f"the parked object {key!r}")
         return self._publish(key, self._path_of(key), [(0, memoryview(encoded))], len(encoded))
 
@@ -141,7 +130,6 @@ class EmbeddedStore:
         return Lease(ref, {name: view(entries[name], mapping) for name in names}, {name: entries[name].dtype for name in names})
 
     def encoded(self, ref: Ref) -> bytes:
-        """The object's bytes as they lie in the store, for `put_encoded`. Raises Gone, Unavailable."""
         self._check_ref(ref)
         try:
             return self._path_of(ref.key).read_bytes()
@@ -177,11 +165,9 @@ class EmbeddedStore:
         }
 
     def keys(self) -> list[str]:
-        """Every published key, in no order: what a restarted owner compares with its own account. A scan."""
         return [unquote(name) for name in os.listdir(self._objects)]
 
     def ref(self, key: str) -> Ref:
-        """The reference of a published object. Raises Gone."""
         try:
             size_bytes = self._path_of(key).stat().st_size
         except FileNotFoundError as error:
@@ -194,8 +180,13 @@ class EmbeddedStore:
     def unpark(self, directory: Path) -> int:
         return parking.unpark(self, directory)
 
+    def parts(self) -> frozenset[str]:
+        return frozenset({self.location})
+
+    def close(self) -> None:
+        """Nothing is kept open but what views hold."""
+
     def remove(self) -> None:
-        """Take the whole store away. By the owner, when no one will put again; views that readers hold stay safe."""
         for directory in (self._objects, self._temp, self._freed):
             for path in directory.iterdir() if directory.exists() else ():
                 path.unlink(missing_ok=True)

@@ -11,17 +11,13 @@ import io
 import os
 import tarfile
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from store.base import Damaged, Exists
-
-if TYPE_CHECKING:
-    from store.embedded import EmbeddedStore
+from store.base import Damaged, Exists, Store
 
 ARCHIVE = "parked.tar"
 
 
-def park(store: EmbeddedStore, directory: Path) -> int:
+def park(store: Store, directory: Path) -> int:
     """Move every object into `directory`; an archive that an interrupted `unpark` left is taken in first."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     unpark(store, directory)
@@ -46,7 +42,7 @@ def park(store: EmbeddedStore, directory: Path) -> int:
     return len(refs)
 
 
-def unpark(store: EmbeddedStore, directory: Path) -> int:
+def unpark(store: Store, directory: Path) -> int:
     """Put every parked object back that is not in the store, then remove the archive. Raises Full with the archive kept."""
     path = directory / ARCHIVE
     (directory / (ARCHIVE + ".partial")).unlink(missing_ok=True)

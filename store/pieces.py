@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from store.base import Column, Damaged, Lease, Ref
-from store.embedded import open_store
+from store.opening import open_store
 
 _MARK = "@"  # in no name of Hugging Face's
 

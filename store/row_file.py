@@ -14,12 +14,8 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from store.base import Exists, Full, Gone, StoreError, Unavailable
-
-if TYPE_CHECKING:
-    from store.embedded import EmbeddedStore
+from store.base import Exists, Full, Gone, Store, StoreError, Unavailable
 
 log = logging.getLogger("headrace.store")
 FORMAT = 1
@@ -73,13 +69,13 @@ class RowFile:
             connection.close()
             raise
 
-    def save(self, store: EmbeddedStore, wanted: Iterable[str]) -> Saved:
+    def save(self, store: Store, wanted: Iterable[str]) -> Saved:
         """Afterwards the file holds those of these keys that the store has, and no others. Raises Unavailable (a full disk, say): what was
         held is then still there, and the next `save` goes on."""
         with self._guard:
             return Saved(0, 0, 0, len(self.held)) if self._closed else self._save(store, set(wanted))
 
-    def _save(self, store: EmbeddedStore, keys: set[str]) -> Saved:
+    def _save(self, store: Store, keys: set[str]) -> Saved:
         gone = self.held - keys
         copied = copied_bytes = 0
         try:
@@ -95,7 +91,7 @@ class RowFile:
             raise Unavailable(f"cannot keep copies of rows in {self.path}: {error}; free space on its disk") from error
         return Saved(copied, copied_bytes, len(gone), len(self.held))
 
-    def restore(self, store: EmbeddedStore, missing: Iterable[str]) -> set[str]:
+    def restore(self, store: Store, missing: Iterable[str]) -> set[str]:
         """Put those of these keys that are held into the store; returns them. A damaged copy is left out, and so is what does not fit."""
         restored = set()
         for key in sorted(self.held & set(missing)):
@@ -138,7 +134,7 @@ class RowFile:
             raise
 
 
-def _portions(store: EmbeddedStore, keys: list[str]) -> Iterator[list[tuple[str, int, bytes]]]:
+def _portions(store: Store, keys: list[str]) -> Iterator[list[tuple[str, int, bytes]]]:
     """The objects of these keys that are there, a transaction's worth at a time."""
     rows: list[tuple[str, int, bytes]] = []
     size_bytes = 0

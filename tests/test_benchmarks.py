@@ -4,6 +4,7 @@ import asyncio
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from benchmarks.push import Model, Shape
 from benchmarks.trainer import BUDGET_TOKENS, Rows, planned, trace_rows
 from driver.checkpoint_files import tensor_shapes
 from driver.config import load_config
+from driver.whatif import simulate
 from store import EmbeddedStore
 
 
@@ -95,6 +97,15 @@ def test_policies_of_others_give_the_known_figures_in_the_model(trace):
     assert [one.fraction for one in found] == pytest.approx(known, abs=0.06)
     assert all(one.wasted > 0.04 for one in found[4:]) and not any(one.wasted for one in found[:4])
     assert found[4].staleness_max <= 3 and found[5].staleness_max <= 3
+
+
+@pytest.mark.parametrize("trace", ["mild", "heavy"])
+def test_A4_comes_near_the_ceiling_and_knowing_lengths_helps_little(trace):
+    facts = replace(facts_of(trace, FULL), ahead=None)
+    for bound in (1, 3):
+        reached, ceiling = simulate(facts, bound, batches=60).fraction, policies.ceiling(facts, bound)
+        assert 0.85 * ceiling < reached < ceiling + 0.02
+        assert policies.longest_first(facts, bound, 60).fraction == pytest.approx(reached, abs=0.04)
 
 
 @pytest.mark.parametrize("trace", ["mild", "heavy"])

@@ -399,7 +399,7 @@ class World:
             self.free += taken
             if any(sample.uid == first_uid for sample in ledger.evaluated()):  # or the driver was restarted meanwhile
                 rewards, failed = ((0, 0, 1.0),), ((1, 0, "evaluation: scripted"),)
-                self.apply(EvaluationEnded(first_uid=first_uid, rewards=rewards, failed=failed, time=self.now))
+                self.apply(EvaluationEnded(first_uid=first_uid, epoch=0, report=b"{}", rewards=rewards, failed=failed, time=self.now))
 
         self.at(self.unit_s, ended)
 

@@ -13,7 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from driver import ledger_load
-from driver.ledger import traj_uid_of
+from driver.ledger import EVALUATION, traj_uid_of
+
+FILTERED = "filtered: "  # how the filter's reasons begin
+RESTARTED = "evaluation: the driver was restarted"
+"""For this reason a trajectory of an evaluation may be discarded, beside those of the test's."""
 
 
 class Books:
@@ -38,6 +42,10 @@ class Books:
                 for batch_id, state, uids, skipped in connection.execute("SELECT batch_id, state, uids, skipped FROM batches")
                 if state != "unmade"
             }
+            self.solved = connection.execute("SELECT segment, row_index, pass_index, skipped_at IS NOT NULL FROM solved_rows").fetchall()
+            self.segments = {
+                segment: (name, rows) for segment, name, rows in connection.execute("SELECT segment, dataset_id, rows FROM segments")
+            }
         finally:
             connection.close()
         self.lines: dict[int, dict[str, Any]] = {}
@@ -50,6 +58,19 @@ class Books:
 
     def number(self, name: str) -> int:
         return int(self.meta.get(name, 0))
+
+    @property
+    def evaluated(self) -> dict[int, int]:
+        """The samples of evaluations, by uid, with the version that was evaluated."""
+        return {uid: facts[3] for uid, facts in self.samples.items() if facts[0] == EVALUATION}
+
+    def walks(self) -> dict[str, dict[str, Any]]:
+        """By dataset."""
+        return {name.partition("/")[2]: walk for name, walk in self.meta.items() if name.startswith("cursor/")}
+
+    def results(self) -> list[Any]:
+        """What was told of each evaluation, by version."""
+        return [value for name, value in sorted(self.meta.items()) if name.startswith("evaluation/")]
 
     def rows_of(self, uid: int) -> set[str]:
         """Of the trajectories of a sample that were, or will be, trained: row ids, or what every row id of one that is finished begins
@@ -67,7 +88,15 @@ def check(run_dir: Path, n: int, bound: int) -> Books:
     """A1, A2, A3 and the order of the protocol, at this instant."""
     books = Books(run_dir)
     found = ledger_load.check(run_dir / "ledger.sqlite")  # its counters against its rows, as `headrace ledger check` does
-    wrong = [*_registered(books, n, bound), *_states(books), *_trained(books), *found.damage, *found.wrong]
+    wrong = [
+        *_registered(books, n, bound),
+        *_walked(books),
+        *_states(books),
+        *_evaluated(books),
+        *_trained(books),
+        *found.damage,
+        *found.wrong,
+    ]
     assert not wrong, "\n".join(wrong[:20])
     return books
 
@@ -80,9 +109,9 @@ def _registered(books: Books, n: int, bound: int) -> list[str]:
         wrong.append(f"A1: samples {first} to {uids[-1]} are {len(uids)}, next_uid is {books.number('next_uid')}")
     if set(books.trajectories) != set(uids):
         wrong.append("A1: trajectories without their sample, or a sample without trajectories")
-    places = Counter((pass_index, segment, row) for segment, row, pass_index, *_ in books.samples.values())
-    wrong += [f"W2: row {place} was registered {count} times" for place, count in places.items() if count > 1]
-    for uid, (_, _, _, tag, deadline, batch_id, _) in books.samples.items():
+    for uid, (segment, _, _, tag, deadline, batch_id, _) in books.samples.items():
+        if segment == EVALUATION:
+            continue
         if len(books.trajectories[uid]) != n:
             wrong.append(f"A1: sample {uid} has {len(books.trajectories[uid])} trajectories of {n}")
         if deadline != tag + bound:
@@ -90,6 +119,46 @@ def _registered(books: Books, n: int, bound: int) -> list[str]:
         if batch_id is not None and batch_id > deadline:
             wrong.append(f"A3: sample {uid} with deadline {deadline} is in batch {batch_id}")
     return wrong
+
+
+def _walked(books: Books) -> list[str]:
+    """Each row of a dataset is registered once a pass, or left out of it because it was solved in the one before; and is so counted."""
+    registered = Counter((segment, pass_index, row) for segment, row, pass_index, *_ in books.samples.values() if segment != EVALUATION)
+    left_out = Counter((segment, pass_index + 1, row) for segment, row, pass_index, skipped in books.solved if skipped)
+    filtered = Counter(books.samples[uid][0] for uid, found in books.trajectories.items() if any(FILTERED in str(row[3]) for row in found))
+    came = registered + left_out
+    wrong = [f"W2: row {row} of segment {segment} came {n} times in pass {walked}" for (segment, walked, row), n in came.items() if n > 1]
+    for name, walk in books.walks().items():
+        segments = {segment: rows for segment, (dataset_id, rows) in books.segments.items() if dataset_id == name}
+        for segment, rows in segments.items():
+            now = walk.get("pass_index", 0)
+            first = min((walked for other, walked, _ in came if other == segment), default=now)
+            taken = {walked: sum((segment, walked, row) in came for row in range(rows)) for walked in range(first + 1, now)}
+            wrong += [f"W2: pass {walked} took {n} of the {rows} rows of segment {segment}" for walked, n in taken.items() if n != rows]
+        there = [sum(n for (segment, *_), n in places.items() if segment in segments) for places in (registered, left_out)]
+        there.append(sum(filtered[segment] for segment in segments))
+        counted = [walk.get(what, 0) for what in ("registered", "skipped", "filtered")]
+        if counted != there:
+            wrong.append(f"A1: dataset {name} counts {counted} rows registered, left out and filtered; there are {there}")
+    return wrong
+
+
+def _evaluated(books: Books) -> list[str]:
+    """An evaluation is in no batch, and no answer counts as evaluated without the result of its version."""
+    wrong = []
+    answers: Counter[int] = Counter()
+    for uid, version in books.evaluated.items():
+        for index, state, outcome, *_ in books.trajectories[uid]:
+            answers[version] += outcome == "evaluated"
+            if state not in ("running", "finished") or outcome == "trained" or books.samples[uid][5] is not None:
+                wrong.append(f"A1: {traj_uid_of(uid, index)} of an evaluation is {outcome or state}, batch {books.samples[uid][5]}")
+    told: Counter[int] = Counter()
+    for result in books.results():
+        told[result["version"]] += result["answers"]
+    if +answers != +told:
+        wrong.append(f"A2: answers evaluated {dict(answers)}, and told in results {dict(told)}, by version")
+    evaluated = {uid for uid, found in books.trajectories.items() for *_, outcome, _, _ in found if outcome == "evaluated"}
+    return wrong + [f"A1: sample {uid} was evaluated, and is of a dataset" for uid in evaluated - set(books.evaluated)]
 
 
 def _states(books: Books) -> list[str]:
@@ -162,8 +231,11 @@ def check_end(run_dir: Path, n: int, bound: int, explained: tuple[str, ...]) -> 
     ends = [(uid, *rest) for uid, found in books.trajectories.items() for rest in found]
     unfinished = [traj_uid_of(uid, index) for uid, index, state, *_ in ends if state != "finished"]
     assert not unfinished, f"A1: not finished at the end: {unfinished[:10]}"
-    reasons = Counter(reason for *_, outcome, reason, _ in ends if outcome == "discarded")
-    foreign = [reason for reason in reasons if not any(words in reason for words in explained)]
+    reasons = {(uid in books.evaluated, reason) for uid, *_, outcome, reason, _ in ends if outcome == "discarded"}
+    foreign = [reason for held_out, reason in reasons if not any(words in reason for words in (*explained, *[RESTARTED] * held_out))]
     assert not foreign, f"discarded, and no kill explains it: {foreign[:10]}"
+    if books.evaluated:
+        last = max(result["version"] for result in books.results())
+        assert last == books.number("trained_version"), f"H11: the last version was not evaluated, only {last}"
     assert books.number("committed_version") == books.number("trained_version") == max(books.lines, default=-1) + 1
     return books

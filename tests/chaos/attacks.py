@@ -16,11 +16,12 @@ import time
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import httpx
 import psutil
 
+from driver.events import Event, RunEnded
 from tests.chaos.accounts import Books, check
 from tests.chaos.driver import LENGTHS
 from tests.chaos.points import AFTER, BEFORE, DIRECTORY, DONE, LOST, ORDER, Order
@@ -29,36 +30,23 @@ from tests.service import ServiceUnderTest
 
 N_PER_SAMPLE, SAMPLES, BOUND = 4, 4, 2
 VICTIMS = ("driver", "engine", "reward", "worker", "trainer", "rank")
+EVALUATOR = "evaluator"  # another victim, where an evaluation has an engine of its own
 KILL, STOP, STOP_FOR_GOOD, TERM = "KILL", "STOP", "STOP for good", "TERM"
 TERM_S = 75.0  # stop_deadline_s for the step and the checkpoint, and what the processes have to end
-EVENTS = (
-    "SampleRegistered",
-    "TrajectoryReady",
-    "TrajectoryRetried",
-    "TrajectoryDiscarded",
-    "SampleDiscarded",
-    "RowsLost",
-    "BatchAssembled",
-    "BatchApplied",
-    "BatchUnmade",
-    "VersionCommitted",
-    "EpochBegan",
-    "VersionServed",
-    "Restarted",
-    "MixChanged",
-)
-"""RunEnded has its own test: a run ends once. Events of evaluations and of rows left out of a pass do not come in this run."""
+EVENTS = tuple(kind.__name__ for kind in get_args(Event) if kind is not RunEnded)
+"""Every kind there is. RunEnded has its own test: a run ends once."""
 DRIVER_STEPS = ("put", "free", "lock", "score", "train", "snapshot", "save", "archive", "pause", "set_version", "continue")
 TRAINER_STEPS = ("account", "publish", "resume", "trainer lock")
 PARKING_STEPS = ("park", "unpark")  # after a SIGTERM, and at the start after it
 OFTEN = ("SampleRegistered", "TrajectoryReady", "put", "score", "free", "lock", "trainer lock")
-EXPLAINED = ("bad on purpose",)
-"""Words of the only reasons: rows that are bad in the data. A kill explains none: with these budgets everything is tried again."""
+EXPLAINED = ("bad on purpose", "filtered: always right")
+"""Words of the only reasons: rows that are bad or easy in the data. A kill explains none: with these budgets everything is tried again."""
 REPAIR_S = 150.0
 REACH_S = 40.0
 RESTART_WINDOW_S, RESTARTS = 60.0, 3  # the launcher leaves a process alone that dies five times in a minute
 
-REWARD = '''"""A chance, so that batches have something to learn; two kinds of bad rows, so that samples and trajectories are discarded."""
+REWARD = '''"""A chance, so that batches have something to learn; bad rows of two kinds, so that trajectories and samples are discarded; and
+easy rows, so that some are left out of a pass."""
 
 import random
 import zlib
@@ -67,8 +55,15 @@ import zlib
 def score(response, row):
     if row["answer"] == "bad" or (row["answer"] == "often bad" and zlib.crc32(response.encode()) % 4):
         raise KeyError("bad on purpose")
-    return random.random()
+    return 1.0 if row["answer"] == "easy" else random.random()
 '''
+KINDS = {7: "bad", 13: "often bad", 1: "easy", 5: "easy", 9: "easy", 17: "easy"}  # of twenty rows
+
+
+def data(rows: int, first: int = 1000) -> bytes:
+    """The lines of a dataset with some of each kind."""
+    lines = ({"prompt": f"sort {n} =", "answer": KINDS.get(n % 20, str(n)), "task_type": "sort"} for n in range(first, first + rows))
+    return "".join(json.dumps(line) + "\n" for line in lines).encode()
 
 
 @dataclass(frozen=True)
@@ -86,7 +81,8 @@ class Cell:
 
 
 def cells(rng: random.Random) -> list[Cell]:
-    """The matrix: the driver killed at every moment of every transition and step, and stopped at each; everybody else hit there too."""
+    """The matrix: the driver killed at every moment of every transition and step, and stopped at each; everybody else hit there too. For
+    a run with an evaluator of its own."""
     found: list[Cell] = []
     for point in (*EVENTS, *DRIVER_STEPS, *TRAINER_STEPS):
         moments = (BEFORE, LOST, AFTER) if point in EVENTS else (BEFORE, AFTER)
@@ -94,7 +90,7 @@ def cells(rng: random.Random) -> list[Cell]:
         found.append(Cell("driver", STOP, point, rng.choice(moments)))
         if point in ("RowsLost", "Restarted"):
             continue  # it comes before anybody else is started
-        others = ("rank", "trainer") if point in TRAINER_STEPS else VICTIMS[1:]
+        others = ("rank", "trainer") if point in TRAINER_STEPS else (*VICTIMS[1:], EVALUATOR)
         hows = [KILL, STOP, STOP_FOR_GOOD]
         found += [Cell(victim, hows[(number + rng.randrange(3)) % 3], point, rng.choice(moments)) for number, victim in enumerate(others)]
     found += [Cell("driver", KILL, point, moment) for point in PARKING_STEPS for moment in (BEFORE, AFTER)]
@@ -113,12 +109,21 @@ class Chaos:
         step_s: float = 0.3,
         bound: int = BOUND,
         lengths: Path | None = None,
+        evaluators: int | None = None,
     ) -> None:
+        """`evaluators`: a held-out set is evaluated too, on so many engines of its own (0: on the run's), and solved rows are left out."""
         directory.mkdir(parents=True, exist_ok=True)
         self.orders = directory / "orders"
         self.orders.mkdir(exist_ok=True)
         scorer = directory / "scorer.py"
         scorer.write_text(REWARD)
+        if evaluators is not None:
+            held_out = directory / "held_out.jsonl"
+            held_out.write_bytes(data(6, 1022))
+            settings += (
+                f"evaluation={{data: {held_out}, every: 4, n: 2, engines: {evaluators}}}",
+                "filter={max_pass_rate: 1, skip_solved: true}",
+            )
         self.rng = rng
         self.bound = bound
         self.number = 0
@@ -324,7 +329,7 @@ class Chaos:
 
     def drain(self) -> None:
         self.service.http.post(f"{self.service.url}/v1/runs/sort-digits/drain")
-        self.service.wait(lambda s: s["state"] == "finished", "the end", 300)
+        self.service.wait(lambda s: s["state"] == "finished", "the end", 600)
 
     def close(self) -> None:
         if self.service.process is not None and self.service.process.poll() is None:

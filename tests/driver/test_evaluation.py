@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 
+from driver.core import Bell
 from driver.evaluation import Evaluator, Result
 from driver.settings_evaluation import EvaluationConfig
 from tests.service import ROOT
@@ -36,7 +38,7 @@ def evaluator(kept: list[Result], **settings: Any) -> Any:
     config = EvaluationConfig(data=ROOT / "examples/sort_digits/heldout.jsonl", **settings)
     rows = [(msgspec.json.encode(one),) for one in kept]
     core = SimpleNamespace(
-        bell=lambda: None,
+        bell=Bell,
         ring=lambda: None,
         db=SimpleNamespace(query=lambda sql: rows),
         config=SimpleNamespace(reward=SimpleNamespace(scorers={"*": None})),
@@ -85,6 +87,14 @@ def test_patience_counts_results_without_a_new_best(rewards, ends):
     one, core = evaluator([result(i, reward) for i, reward in enumerate(rewards)], patience=2)
     one._stop_rule()
     assert (core.ending is not None) == ends == (core.draining is not None)
+
+
+async def test_a_run_whose_driver_died_after_the_last_result_and_before_its_end_ends_at_the_next_start():
+    one, core = evaluator([result(0, 0.3), result(5, 0.9)], stop_reward=0.8)
+    looping = asyncio.create_task(one.run())
+    await asyncio.sleep(0)
+    assert core.ending is not None and core.draining == core.ending
+    looping.cancel()
 
 
 def test_what_is_asked_for_before_there_is_a_version_is_refused():

@@ -158,7 +158,7 @@ class AnyRun(RuleBasedStateMachine):
         good = data.draw(st.sets(st.sampled_from(everything)))
         rewards = tuple((row, index, 0.5) for row, index in everything if (row, index) in good)
         failed = tuple((row, index, "evaluation: late") for row, index in everything if (row, index) not in good)
-        self.apply(EvaluationEnded(first_uid=first, rewards=rewards, failed=failed, time=2.0))
+        self.apply(EvaluationEnded(first_uid=first, epoch=0, report=b"{}", rewards=rewards, failed=failed, time=2.0))
 
     @precondition(lambda self: any(self.ledger.evaluated()))
     @rule()
@@ -316,6 +316,17 @@ def test_a_skipped_step_discards_its_rows_with_the_reason():
     assert ledger.counts.by_outcome == {"discarded": 2}
     assert ledger.counts.by_reason == {"step skipped: loss is not finite": 2}
     assert ledger.trained_version == 1
+
+
+def test_A2_the_result_of_an_evaluation_is_written_with_the_ends_of_its_answers_and_each_has_its_own():
+    ledger = Ledger()
+    names = []
+    for first in (0, 1):  # one version, twice
+        ledger.apply(EvaluationBegan(first_uid=first, rows=1, n=1, version=7, time=1.0))
+        writes = ledger.apply(EvaluationEnded(first_uid=first, epoch=2, report=b"told", rewards=((0, 0, 1.0),), failed=(), time=2.0))
+        names += [w.values["name"] for w in writes if w.table == "meta" and w.values["value"] == b"told"]
+        assert any(w.table == "trajectories" and w.values["outcome"] == "evaluated" for w in writes)
+    assert len(set(names)) == 2 and names == sorted(names) and all(name.startswith("evaluation/") for name in names)
 
 
 def test_no_trajectory_id_is_a_prefix_of_another():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -117,6 +118,18 @@ def test_more_devices_memory_or_cores_than_there_are_is_refused_with_who_has_the
     text = refused(role("hungry", resources=Resources(host_memory_bytes=6_000 * MiB), instances=2))
     assert "over-committed: hungry 1 is marked with 6000 MiB" in text and "4000 left" in text and "hungry 6000" in text
     assert "wants 9 cores" in refused(role("busy", resources=Resources(host_memory_bytes=MiB, cores=9)))
+
+
+def test_what_another_run_of_the_service_holds_is_taken_and_it_is_named() -> None:
+    large = role("large", resources=Resources(host_memory_bytes=6_000 * MiB))
+    with pytest.raises(PlanError, match=r"4000 left \(taken, in MiB: large of run other 6000\)"):
+        make_plan([large], [HOST], others={"other": make_plan([large], [HOST])})
+    gpus = Host("a", 8, 10_000 * MiB, devices=(80 * MiB,) * 2)
+    one = role("one", resources=Resources(1, None, MiB))
+    other = make_plan([one], [gpus])
+    assert make_plan([one], [gpus], others={"other": other}).processes["one-0"].devices == (1,)
+    with pytest.raises(PlanError, match=r"one 1 wants 1 GPU, and there is no room: 2 on a; taken: one of run other 1, one 1\."):
+        make_plan([replace(one, instances=2)], [gpus], others={"other": other})
 
 
 def test_a_gpu_is_shared_by_those_whose_marks_fit_it_and_by_no_others() -> None:

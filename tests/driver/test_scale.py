@@ -95,6 +95,7 @@ def fleet(tmp_path: Path) -> Any:
         routing=None,
         log_directory=tmp_path,
         store=SimpleNamespace(location="tmpfs:/nowhere"),
+        beside=dict,
         state="running",
     )
     processes = Processes(run)

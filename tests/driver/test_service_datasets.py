@@ -106,6 +106,7 @@ async def test_O4_a_submit_with_a_share_that_is_none_is_refused_before_a_row_is_
         ('{"weight": Infinity}', "weight"),
         ('{"weight": 0}', "all weights would be 0"),
         ('{"weight": "much"}', "weight"),
+        ('{"weight": true}', "weight"),
         ('{"priority": 1.5}', "priority"),
         ('{"priority": "high"}', "priority"),
         ('{"epochs": 0}', "epochs"),

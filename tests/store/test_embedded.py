@@ -206,7 +206,7 @@ def test_a_reference_to_another_store_is_refused(store: EmbeddedStore) -> None:
     with pytest.raises(ValueError, match="not a reference"):
         Ref.from_wire({"key": "k"})
     with pytest.raises(ValueError, match="unknown store location"):
-        open_store("mooncake://somewhere")
+        open_store("elsewhere://somewhere")
 
 
 def test_open_store_attaches_once_and_says_when_there_is_none(store: EmbeddedStore) -> None:
