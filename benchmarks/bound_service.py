@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import random
 import sys
 import time
+from collections import deque
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -70,23 +70,33 @@ async def loop_lag(path: Path) -> None:
                 flushed = due
 
 
-async def waits_after(mean_s: float, task: Task, generate: Generate) -> Trajectory:
-    """One prompt, one answer, and an environment that takes its time over it: between half and three halves of the mean."""
-    trajectory = await single_turn(task, generate)
-    await asyncio.sleep(random.uniform(0.5, 1.5) * mean_s)
-    return trajectory
+class WaitsAfter:
+    """One prompt, one answer, and an environment that takes its time over it: until so many others wait behind it."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._waiting: deque[asyncio.Event] = deque()
+
+    async def __call__(self, task: Task, generate: Generate) -> Trajectory:
+        trajectory = await single_turn(task, generate)
+        self._waiting.append(asyncio.Event())
+        mine = self._waiting[-1]
+        if len(self._waiting) > self._count:
+            self._waiting.popleft().set()
+        await mine.wait()
+        return trajectory
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("config", type=Path)
     parser.add_argument("--tau", type=float, required=True, help="seconds a batch")
-    parser.add_argument("--wait", type=float, metavar="S", help="each trajectory waits so long on average after its answer")
+    parser.add_argument("--aside", type=int, metavar="N", help="so many trajectories have their answer and wait for an environment")
     parser.add_argument("--watch", action="store_true", help="where the loop stands when it is late, in run/loop_stops.jsonl")
     options = parser.parse_args()
     TAU_S[0], WATCH[0] = options.tau, options.watch
-    if options.wait is not None:
-        driver.run.Dispatch = partial(Dispatch, workflow=partial(waits_after, options.wait))  # type: ignore[misc, assignment]
+    if options.aside:
+        driver.run.Dispatch = partial(Dispatch, workflow=WaitsAfter(options.aside))  # type: ignore[misc, assignment]
     driver.processes.Specs = ScriptedSpecs  # type: ignore[misc]
     driver.run.Processes = ProbedProcesses  # type: ignore[misc]
     return up(load_config(options.config), exit_when_done=False, quiet=True)

@@ -1,10 +1,10 @@
 """What a trajectory costs the driver from registration to finished: CPU microseconds with ledger, store and scores; and the loop's lag.
 
-A real service (`benchmarks.bound_service`: scripted trainer, paced engines) with a fixed number of trajectories running at once, at a pace
-that lets about so many of them end a second; the trainer takes half the time that would make it the slow side. At most 8,192 have a request
-open: with 32,768 a few wait for a slot and all others for an environment that takes its time over their answer. CPU is the driver process's,
-with its threads (SQLite, the archive); lag is how late the event loop comes to a task that wants to run every 10 ms, own is the CPU time
-that the loop used in between, which other work on the machine does not change.
+A real service (`benchmarks.bound_service`: scripted trainer, paced engines) with a fixed number of trajectories running at once, at a
+pace that lets 100 or 200 of them end a second; the trainer takes half the time that would make it the slow side. At most 8,192 have a
+request open: with 32,768 some wait for a slot and the others for an environment that takes its time over their answer. CPU is the driver
+process's, with its threads (SQLite, the archive); lag is how late the event loop comes to a task that wants to run every 10 ms, own is
+the CPU time that the loop used in between, which other work on the machine does not change.
 
     python -m benchmarks.driver [--quick] [--json FILE] [--only RUNNING …] [--rounds N] [--watch]
 """
@@ -44,10 +44,9 @@ class Level:
     samples: int
 
     @property
-    def wait_s(self) -> float | None:
-        """What a trajectory waits for after its answer, so that so many run."""
-        aside = self.running - self.open * AHEAD
-        return aside / self.per_s if aside > 0 else None
+    def aside(self) -> int:
+        """Those that wait for an environment."""
+        return max(0, int(self.running - self.open * AHEAD))
 
     @property
     def bound(self) -> int:
@@ -56,8 +55,7 @@ class Level:
 
 
 LEVELS = {
-    level.running: level
-    for level in (Level(512, 512, 2, 100.0, 32), Level(4096, 4096, 2, 100.0, 32), Level(32768, 8192, 8, 200.0, 128))
+    level.running: level for level in (Level(512, 512, 2, 100.0, 32), Level(4096, 4096, 2, 100.0, 32), Level(32768, 8192, 8, 200.0, 128))
 }
 
 
@@ -77,7 +75,7 @@ def configuration(level: Level, directory: Path, store: Path) -> dict[str, Any]:
             "context_length": 192,
             "sampling": {"max_new_tokens": max(LENGTHS)},
             "max_running_requests": at_once,
-            "max_open_requests": at_once if level.wait_s is not None else at_once * 2,
+            "max_open_requests": at_once if level.aside else at_once * 2,
             "stream_interval": INTERVAL,
             "engine_args": pace,
         },
@@ -97,8 +95,8 @@ def measure(level: Level, seconds: float, *, watch: bool) -> dict[str, float]:
     batch_s = level.samples * N / level.per_s
     store = Path(f"/dev/shm/headrace-driver-{time.time_ns():x}")
     options = ["--watch"] if watch else []
-    if level.wait_s is not None:
-        options += ["--wait", f"{level.wait_s:.6f}"]
+    if level.aside:
+        options += ["--aside", str(level.aside)]
     with tempfile.TemporaryDirectory(prefix="headrace-driver-") as name:
         directory = Path(name)
         (directory / "config.yaml").write_text(yaml.safe_dump(configuration(level, directory, store)))

@@ -2,9 +2,9 @@
 
     with watching(path): …the loop runs…
 
-Each stop becomes one line of JSON: how long, how much CPU the loop's thread and all threads used in it, what Python's cyclic collector took, and the stacks,
-innermost calls first. A stop in C code that holds the interpreter shows the stack it left with. Looking takes time of its own: figures of
-how late the loop is are taken without it.
+Each stop becomes one line of JSON: how long, how much CPU the loop's thread and all threads used in it, what Python's cyclic collector
+took, and the stacks, innermost calls first. A stop in C code that holds the interpreter shows the stack it left with. Looking takes time
+of its own: figures of how late the loop is are taken without it.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def told(path: Path, skip: int = 0) -> str:
     stops = [json.loads(line) for line in path.read_text().splitlines()[skip:]]
     out = [f"{len(stops)} stops above {LATE_S * 1e3:g} ms"]
     for stop in sorted(stops, key=lambda stop: -stop["stop_ms"])[:40]:
-        collected = ", ".join(f"generation {one['generation']}: {one['ms']:.0f} ms, {one['collected']} freed" for one in stop["collections"])
-        out.append(f"{stop['stop_ms']:.0f} ms, CPU {stop['cpu_ms']:.0f} ms of {stop['all_cpu_ms']:.0f} ms in all threads; collector: {collected or 'nothing'}")
+        collected = ", ".join(f"{one['ms']:.0f} ms (generation {one['generation']})" for one in stop["collections"]) or "nothing"
+        out.append(f"{stop['stop_ms']:.0f} ms, CPU {stop['cpu_ms']:.0f} of {stop['all_cpu_ms']:.0f} in all threads, collector {collected}")
         out += [f"    {count} × {stack}" for stack, count in stop["stacks"][:4]]
     return "\n".join(out)

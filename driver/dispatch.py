@@ -86,7 +86,7 @@ class Dispatch:
         self.cut_tokens = 0  # sampled for trajectories that the staleness preset discarded
         self._weights_bytes = weights_bytes(core.config.model.path, core.config.trainer.dtype)
         self._store_seen_at = time.monotonic()
-        self._store_stats = core.store.stats()
+        self._store_room_bytes = core.store.room_bytes()
         self._worked: dict[int, list[float]] = {}  # of live samples: what each of their trajectories took that lost no request
 
     # ---- the loop ------------------------------------------------------------------------------------------------------
@@ -280,9 +280,8 @@ class Dispatch:
         now = time.monotonic()
         if now - self._store_seen_at > 0.2:
             self._store_seen_at = now
-            self._store_stats = self._core.store.stats()
-        stats = self._store_stats
-        return stats.capacity_bytes - stats.used_bytes - reserved_bytes - 2 * self._weights_bytes
+            self._store_room_bytes = self._core.store.room_bytes()
+        return self._store_room_bytes - reserved_bytes - 2 * self._weights_bytes
 
     # ---- one trajectory ------------------------------------------------------------------------------------------------
 

@@ -30,20 +30,22 @@ class Finished:
 
     async def committed(self, samples: list[Sample], outcome: str, reason: str | None) -> None:
         """Text, tokens and lineage of trajectories about to be finished, durable before the ledger says so."""
-        done = [(s, t) for s in samples for t in s.in_state("consumed")]
+        done = [(s, s.in_state("consumed")) for s in samples]
         await asyncio.to_thread(self._write, done, outcome, reason)
 
-    def _write(self, done: list[tuple[Sample, Trajectory]], outcome: str, reason: str | None) -> None:
-        for sample, trajectory in done:
-            self.archive.append(self._row(sample, trajectory, outcome, reason))
+    def _write(self, done: list[tuple[Sample, list[Trajectory]]], outcome: str, reason: str | None) -> None:
+        for sample, trajectories in done:
+            row = self._core.feed.row(sample.segment, sample.row_index)
+            for trajectory in trajectories:
+                self.archive.append(self._row(sample, row, trajectory, outcome, reason))
         self.archive.flush()
 
     def discarded(self, sample: Sample, trajectory: Trajectory) -> None:
         """To be written with the next flush: see `Archive.due`."""
-        self.archive.append(self._row(sample, trajectory, "discarded", trajectory.reason))
-
-    def _row(self, sample: Sample, trajectory: Trajectory, outcome: str, reason: str | None) -> FinishedTrajectory:
         row = self._core.feed.row(sample.segment, sample.row_index)
+        self.archive.append(self._row(sample, row, trajectory, "discarded", trajectory.reason))
+
+    def _row(self, sample: Sample, row: DataRow, trajectory: Trajectory, outcome: str, reason: str | None) -> FinishedTrajectory:
         leaf = trajectory.leaves[0] if trajectory.leaves else None
         ids: list[int] = []
         mask: list[int] = []

@@ -304,7 +304,12 @@ class Training:
             done += [Ref.from_wire(ref) for leaf in leaves for ref in (leaf.rollout, leaf.reward)]
         core.apply(VersionCommitted(version=version, checkpoint=path, time=time.time()))
         await core.db.durable()
-        core.store.free(done)
+        freeing = asyncio.create_task(asyncio.to_thread(core.store.free, done), name="free rows")  # thousands of files
+        try:
+            await asyncio.shield(freeing)
+        except asyncio.CancelledError:
+            await freeing  # the store may be parked or removed next
+            raise
 
     async def save_now(self) -> None:
         """On SIGTERM, once `run` has ended: hold what was applied in a checkpoint, so that nothing has to be replayed."""

@@ -65,6 +65,9 @@ class MooncakeStore:
     def free(self, refs: Iterable[Ref]) -> None:
         self._unavailable()
 
+    def room_bytes(self) -> int:
+        self._unavailable()
+
     def stats(self) -> StoreStats:
         self._unavailable()
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -88,3 +90,56 @@ async def test_A5_W1_weights_are_published_only_when_the_ledger_has_on_disk_that
     on_disk.set()
     await task
     assert len(published) == 1
+
+
+async def commits(free: Any) -> tuple[Training, asyncio.Task[None]]:
+    """A trainer's side whose next step is to free the rows of a version that is committed."""
+    ledger = Ledger()
+    core: Any = SimpleNamespace(
+        ledger=ledger,
+        apply=ledger.apply,
+        db=SimpleNamespace(durable=lambda: asyncio.sleep(0)),
+        store=SimpleNamespace(free=free),
+        bell=lambda: None,
+    )
+    nothing: Any = None
+    training = Training(
+        core,
+        nothing,
+        canary_ids=[],
+        on_snapshot=nothing,
+        on_applied=nothing,
+        archive=nothing,
+        on_running_again=nothing,
+        replace=nothing,
+        holds=nothing,
+    )
+    return training, asyncio.create_task(training._record_commit(0, "step_0"))
+
+
+async def test_O3_the_loop_goes_on_while_the_rows_of_a_commit_are_freed():
+    began, may_end = threading.Event(), threading.Event()
+
+    def free(refs: Any) -> None:
+        began.set()
+        assert may_end.wait(30), "the loop stood still for it"
+
+    _, recording = await commits(free)
+    assert await asyncio.to_thread(began.wait, 30)
+    may_end.set()
+    await recording
+
+
+async def test_W1_a_commit_that_is_abandoned_has_let_go_of_the_store():
+    """What comes next parks the rows, or takes the store away."""
+    began, freed = threading.Event(), threading.Event()
+
+    def free(refs: Any) -> None:
+        began.set()
+        time.sleep(0.05)
+        freed.set()
+
+    training, training._recording = await commits(free)
+    assert await asyncio.to_thread(began.wait, 30)
+    await training.abandon()
+    assert freed.is_set() and training._recording.cancelled()
