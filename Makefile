@@ -76,7 +76,7 @@ kills: setup
 
 # In parts of 25 kills, each a run of its own. What a failed part did is printed; PART= with the same N and SEED repeats it.
 chaos: setup
-	N=$(or $(N),300) SEED=$(SEED) $(if $(PART),PART=$(PART)) $(BIN)/python -m pytest -s tests/test_chaos.py $(ARGS)
+	N=$(or $(N),300) SEED=$(SEED) $(if $(PART),PART=$(PART)) $(BIN)/python -m pytest -s tests/test_chaos.py $(if $(PART),,tests/test_large_numbers.py) $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

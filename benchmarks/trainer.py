@@ -33,6 +33,7 @@ from benchmarks.overlap import DATA, ROOT
 from driver import balance
 from rollout.tokens import TokenizerView
 from store import EmbeddedStore
+from store.rows import packed
 from trainer.client import TrainerClient
 from trainer.spec import TrainerSpec
 from trainer.wire import MiniBatch, PlanRow, TrainReport, TrainRequest, WireRef
@@ -115,7 +116,7 @@ class Rows:
             "temperature": np.float32(1.0),
         }
         self._made += 1
-        ref = self._store.put(f"bench/{self._made}/rollout", columns)
+        ref = self._store.put(f"bench/{self._made}/rollout", packed([columns]))
         advantage = 1.0 if index % 2 else -0.7
         return PlanRow(row_id=f"{self._made:06d}", rollout=WireRef.of(ref), advantage=advantage, length=len(ids) + surplus)
 

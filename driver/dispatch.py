@@ -14,7 +14,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -38,10 +38,13 @@ from reward.wire import Job
 from rollout.answer import Generation
 from rollout.pool import EnginePool
 from rollout.tokens import TokenizerView
+from rollout.tree import Leaf as TreeLeaf
 from rollout.tree import Trajectory as Tree
 from rollout.tree import row_columns
 from rollout.workflow import Task, Workflow, WorkflowFailed, single_turn
 from store import Ref
+from store.rows import packed
+from store.schema import UNKNOWN_CORRECTNESS
 
 log = logging.getLogger("headrace.dispatch")
 SKIPS_AT_ONCE = 100
@@ -326,7 +329,7 @@ class Dispatch:
                 retry(core, trajectory, "data" if error.data else "infrastructure", str(error))
         reward = sum(leaf.score for leaf in leaves) / len(leaves)
         if trajectory.state != RUNNING:  # its sample was discarded meanwhile
-            core.store.free([Ref.from_wire(ref) for leaf in leaves for ref in (leaf.rollout, leaf.reward)])
+            core.store.free([Ref.from_wire(ref) for leaf in leaves for ref in leaf.refs])
             return
         core.apply(
             TrajectoryReady(
@@ -378,40 +381,49 @@ class Dispatch:
     # ---- rows and scores -----------------------------------------------------------------------------------------------
 
     async def _score(self, row: DataRow, trajectory: Trajectory, tree: Tree) -> list[Leaf]:
-        """Put each leaf's rollout columns, score it, put its reward columns. On failure the rows are freed again."""
+        """Put the leaves' rollout columns as one object, score each, put their reward columns as one. On failure the objects are freed."""
         core, config = self._core, self._core.config
         leaves = tree.leaves()
-        attempt = trajectory.infrastructure_attempts + trajectory.data_attempts
+        name = f"{trajectory.traj_uid}a{trajectory.infrastructure_attempts + trajectory.data_attempts:04d}"
+        rows = [row_columns(leaf, config.rollout.sampling.temperature) for leaf in leaves]
         refs: list[Ref] = []
         try:
-            pending: list[tuple[str, Ref, int, int, Awaitable[Any]]] = []
-            for number, leaf in enumerate(leaves):
-                row_id = f"{trajectory.traj_uid}a{attempt:04d}l{number:04d}"
-                columns = row_columns(leaf, config.rollout.sampling.temperature)
-                ref = core.store.put(f"{core.run_id}/{row_id}/rollout", columns)
-                refs.append(ref)
-                *before, last = leaf.turns
-                job = Job(
-                    leaf_id=row_id,
-                    task_type=row.task_type,
-                    prompt=self._tokenizer.decode([token for turn in before for token in turn.token_ids]),
-                    response=self._tokenizer.decode(last.token_ids),
-                    answer=row.answer,
-                    fields=row.fields,
-                    finish_reason=leaf.finish_reason or "stop",
-                )
-                length, response_tokens = len(columns["input_ids"]), int(columns["response_mask"].sum())
-                pending.append((row_id, ref, length, response_tokens, self._scoring.score(job)))
-            out = []
-            for row_id, ref, length, response_tokens, waiting in pending:
-                result = await waiting
-                reward_ref = core.store.put(f"{core.run_id}/{row_id}/reward", reward_columns(result.score, result.is_correct))
-                refs.append(reward_ref)
-                out.append(Leaf(row_id, ref.to_wire(), reward_ref.to_wire(), length, response_tokens, result.score, result.is_correct))
-            return out
+            refs.append(core.store.put(f"{core.run_id}/{name}/rollout", packed(rows)))
+            jobs = [self._job(row, f"{name}l{number:04d}", leaf) for number, leaf in enumerate(leaves)]
+            results: list[Any] = await asyncio.gather(*map(self._scoring.score, jobs), return_exceptions=True)
+            for failure in filter(lambda result: isinstance(result, BaseException), results):
+                raise failure
+            reward = reward_columns([(result.score, result.is_correct) for result in results])
+            refs.append(core.store.put(f"{core.run_id}/{name}/reward", reward))
         except BaseException:
             core.store.free(refs)
             raise
+        rollout_wire, reward_wire = (ref.to_wire() for ref in refs)
+        return [
+            Leaf(
+                row_id=job.leaf_id,
+                rollout=rollout_wire,
+                reward=reward_wire,
+                length=len(columns["input_ids"]),
+                response_tokens=int(columns["response_mask"].sum()),
+                score=result.score,
+                is_correct=result.is_correct,
+                row=number,
+            )
+            for number, (job, columns, result) in enumerate(zip(jobs, rows, results, strict=True))
+        ]
+
+    def _job(self, row: DataRow, leaf_id: str, leaf: TreeLeaf) -> Job:
+        *before, last = leaf.turns
+        return Job(
+            leaf_id=leaf_id,
+            task_type=row.task_type,
+            prompt=self._tokenizer.decode([token for turn in before for token in turn.token_ids]),
+            response=self._tokenizer.decode(last.token_ids),
+            answer=row.answer,
+            fields=row.fields,
+            finish_reason=leaf.finish_reason or "stop",
+        )
 
     def _row(self, sample: Sample) -> DataRow:
         if sample.uid not in self._rows:
@@ -443,9 +455,12 @@ class Dispatch:
         self._core.apply(SampleDiscarded(uid=sample.uid, reason=reason, time=time.time(), filtered_from=filtered_from))
         for trajectory in ready:
             self._on_discarded(sample, trajectory)
-        self._core.store.free([Ref.from_wire(ref) for t in ready for leaf in t.leaves for ref in (leaf.rollout, leaf.reward)])
+        self._core.store.free([Ref.from_wire(ref) for t in ready for leaf in t.leaves for ref in leaf.refs])
 
 
-def reward_columns(score: float, is_correct: bool | None) -> dict[str, Any]:
-    """The reward hop of one row."""
-    return {"score": np.float32(score).reshape(()), "is_correct": np.uint8(255 if is_correct is None else int(is_correct)).reshape(())}
+def reward_columns(scores: Sequence[tuple[float, bool | None]]) -> dict[str, Any]:
+    """The reward hop of a trajectory's rows, from the score and correctness of each."""
+    return {
+        "score": np.array([score for score, _ in scores], np.float32),
+        "is_correct": np.array([UNKNOWN_CORRECTNESS if correct is None else correct for _, correct in scores], np.uint8),
+    }

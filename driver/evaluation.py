@@ -256,6 +256,7 @@ class Evaluator:
             for index in range(config.n)
         }
         result = self._result(snapshot, everything, began)
+        await core.db.durable()  # the archive speaks of no id that another sample could still get
         await asyncio.to_thread(self._archive, first, everything, version, began)
         core.apply(
             EvaluationEnded(

@@ -10,7 +10,10 @@ from driver.mix import Change
 
 
 class Leaf(msgspec.Struct, frozen=True):
-    """One row: where its columns are and the numbers the plan needs. Refs are `Ref.to_wire()`."""
+    """One row: where its columns are and the numbers the plan needs. Refs are `Ref.to_wire()`.
+
+    The leaves of a trajectory share the objects of a hop, in which this is number `row`; its extras are its own.
+    """
 
     row_id: str
     rollout: dict[str, Any]
@@ -19,6 +22,12 @@ class Leaf(msgspec.Struct, frozen=True):
     response_tokens: int
     score: float
     is_correct: bool | None = None
+    row: int = 0
+    extras: dict[str, Any] | None = None
+
+    @property
+    def refs(self) -> tuple[dict[str, Any], ...]:
+        return (self.rollout, self.reward) if self.extras is None else (self.rollout, self.reward, self.extras)
 
 
 class SampleRegistered(msgspec.Struct, frozen=True, kw_only=True):

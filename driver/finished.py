@@ -18,6 +18,7 @@ from driver.ledger import Sample, Trajectory, traj_uid_of
 from rollout.answer import Generation
 from rollout.tokens import TokenizerView
 from store import Gone, Ref
+from store.rows import row_of
 
 
 class Finished:
@@ -53,7 +54,8 @@ class Finished:
         spans: list[list[int]] = []
         if leaf is not None:
             try:
-                with self._core.store.open(Ref.from_wire(leaf.rollout)) as columns:
+                with self._core.store.open(Ref.from_wire(leaf.rollout)) as lease:
+                    columns = row_of(lease, leaf.row)
                     ids, mask = columns["input_ids"].tolist(), columns["response_mask"].tolist()
                     log_probs, spans = columns["rollout_log_probs"].tolist(), columns["version_spans"].tolist()
             except Gone:
@@ -127,15 +129,37 @@ class Finished:
             )
         )
 
+    def evaluation_cut(self, rows: Sequence[DataRow], samples: list[Sample], reason: str) -> None:
+        """Of an evaluation that did not come to its end; written at once. All of it may be there as evaluated, and the last line counts."""
+        for sample in samples:
+            if sample.row_index >= len(rows):
+                continue  # the held-out file is another one now
+            for trajectory in sample.trajectories:
+                self.evaluated(
+                    rows[sample.row_index],
+                    uid=sample.uid,
+                    index=trajectory.index,
+                    version=sample.version_tag,
+                    prompt_ids=(),
+                    made=None,
+                    reward=None,
+                    is_correct=None,
+                    reason=reason,
+                    attempts=1,
+                    began=trajectory.started_at,
+                )
+        self.archive.flush()
+
     def texts(self, trajectory: Trajectory) -> list[str]:
         """The responses of a live trajectory's leaves, decoded from the store."""
         out = []
         for leaf in trajectory.leaves:
-            with self._core.store.open(Ref.from_wire(leaf.rollout), ["input_ids", "response_mask"]) as columns:
+            with self._core.store.open(Ref.from_wire(leaf.rollout)) as lease:
+                columns = row_of(lease, leaf.row)
                 ids, mask = columns["input_ids"][1:], columns["response_mask"]
                 out.append(self._tokenizer.decode(ids[mask == 1].tolist()))
         return out
 
     def free(self, trajectories: list[Trajectory]) -> None:
         """Their rows go."""
-        self._core.store.free(Ref.from_wire(ref) for t in trajectories for leaf in t.leaves for ref in (leaf.rollout, leaf.reward))
+        self._core.store.free(Ref.from_wire(ref) for t in trajectories for leaf in t.leaves for ref in leaf.refs)

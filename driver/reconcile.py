@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from driver.core import Core
-from driver.events import Found, Restarted, RowsLost, SampleDiscarded, TrajectoryRetried
+from driver.events import Found, Restarted, RowsLost, TrajectoryRetried
 from driver.ledger import CONSUMED, Sample
 from driver.prefix_log import PrefixLog
 from driver.row_snapshot import RowSnapshot, wanted_keys
@@ -58,11 +58,7 @@ def reconcile(core: Core, store: Store, settle: Callable[[Sample], None], prefix
         core.apply(Restarted(found=found, time=time.time()))
     for sample in list(ledger.live()):
         settle(sample)
-    for sample in list(ledger.evaluated()):
-        core.apply(SampleDiscarded(uid=sample.uid, reason="evaluation: the driver was restarted", time=time.time()))
-    owned = {
-        ref["key"] for s in ledger.samples.values() for t in s.trajectories for leaf in t.leaves for ref in (leaf.rollout, leaf.reward)
-    }
+    owned = {ref["key"] for s in ledger.samples.values() for t in s.trajectories for leaf in t.leaves for ref in leaf.refs}
     orphans = [store.ref(key) for key in set(store.keys()) - owned]
     store.free(orphans)
     if not continued:

@@ -23,7 +23,7 @@ log = logging.getLogger("headrace.snapshot")
 def wanted_keys(core: Core) -> dict[str, list[str]]:
     """By trajectory that is ready or consumed: the keys of its rows' objects."""
     return {
-        trajectory.traj_uid: [ref["key"] for leaf in trajectory.leaves for ref in (leaf.rollout, leaf.reward)]
+        trajectory.traj_uid: [ref["key"] for leaf in trajectory.leaves for ref in leaf.refs]
         for sample in core.ledger.samples.values()
         for trajectory in sample.trajectories
         if trajectory.state in (READY, CONSUMED)

@@ -198,7 +198,8 @@ class Run:
             return
         try:
             self.found = reconcile(self.core, self.store, self.dispatch.settle, self.prefixes, self.snapshot)
-        except (CannotContinue, LedgerError) as error:
+            self._cut_evaluation("evaluation: the driver was restarted")
+        except (CannotContinue, LedgerError, OSError) as error:
             self.failure, self.state = str(error), "failed"
             await self._wind_down()
             return
@@ -289,9 +290,16 @@ class Run:
             for trajectory in unfinished:
                 self.finished.discarded(sample, trajectory)
             self.finished.free(unfinished)
-        for sample in list(self.core.ledger.evaluated()):
-            self.core.apply(SampleDiscarded(uid=sample.uid, reason=f"run ended: {how}", time=time.time()))
+        self._cut_evaluation(f"run ended: {how}")
         self.core.apply(RunEnded(how=how))
+
+    def _cut_evaluation(self, reason: str) -> None:
+        """What runs of one is discarded, and is so in the archive before the ledger says it."""
+        cut = list(self.core.ledger.evaluated())
+        if cut and self.evaluator is not None:
+            self.finished.evaluation_cut(self.evaluator.rows, cut, reason)
+        for sample in cut:
+            self.core.apply(SampleDiscarded(uid=sample.uid, reason=reason, time=time.time()))
 
     async def _wind_down(self) -> None:
         """Processes end, what must survive goes to disk, the store goes. The ledger stays open for reading until `close`."""

@@ -200,6 +200,8 @@ class Training:
                         rows[leaf.row_id] = WireRow(
                             row_id=leaf.row_id,
                             rollout=WireRef.model_validate(leaf.rollout),
+                            row=leaf.row,
+                            extras=None if leaf.extras is None else WireRef.model_validate(leaf.extras),
                             advantage=advantage,
                             score=leaf.score,
                             sequence=trajectory.traj_uid,
@@ -301,7 +303,7 @@ class Training:
             outcome, reason = (DISCARDED, f"step skipped: {batch.skipped}") if batch.skipped else (TRAINED, None)
             await self._archive(samples, outcome, reason)
             leaves = [leaf for s in samples for t in s.in_state("consumed") for leaf in t.leaves]
-            done += [Ref.from_wire(ref) for leaf in leaves for ref in (leaf.rollout, leaf.reward)]
+            done += [Ref.from_wire(ref) for leaf in leaves for ref in leaf.refs]
         core.apply(VersionCommitted(version=version, checkpoint=path, time=time.time()))
         await core.db.durable()
         freeing = asyncio.create_task(asyncio.to_thread(core.store.free, done), name="free rows")  # thousands of files
@@ -414,9 +416,9 @@ def skipped_reason(trained_rows: Path, batch_id: int) -> str | None:
 
 def rows_present(core: Core, leaves: tuple[Any, ...]) -> bool:
     """Do all rows of these leaves still lie in the store?"""
-    for leaf in leaves:
+    for ref in [ref for leaf in leaves for ref in leaf.refs if ref is not leaf.reward]:
         try:
-            core.store.open(Ref.from_wire(leaf.rollout), []).close()
+            core.store.open(Ref.from_wire(ref), []).close()
         except Gone:
             return False
     return True

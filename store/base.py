@@ -14,6 +14,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
+SCHEMA_VERSION = 2
+"""Of the fields in store/schema.py. Every object carries that of the program which wrote it; 1 is from before the rows of a trajectory
+lay in one object."""
+
 
 class StoreError(Exception):
     """Anything a store refuses or cannot do."""
@@ -77,13 +81,15 @@ class StoreStats:
 
 
 class Lease(Mapping[str, np.ndarray]):
-    """Read-only views of one object's columns. `dtypes` names each column's dtype (bfloat16 is viewed as uint16).
+    """Read-only views of one object's columns. `dtypes` names each column's dtype (bfloat16 is viewed as uint16), `schema` is the version
+    of the fields by which it was written.
 
     The views hold the memory, not the lease: one kept past `close` (or past `free`) is still safe, and its bytes still count.
     """
 
-    def __init__(self, ref: Ref, views: dict[str, np.ndarray], dtypes: dict[str, str]) -> None:
+    def __init__(self, ref: Ref, views: dict[str, np.ndarray], dtypes: dict[str, str], schema: int = SCHEMA_VERSION) -> None:
         self.ref = ref
+        self.schema = schema
         self.dtypes: Mapping[str, str] = dtypes
         self._views: dict[str, np.ndarray] | None = views
 

@@ -28,7 +28,7 @@ import numpy as np
 from store import parking
 from store.account import Account, Balance
 from store.base import Damaged, Exists, Full, Gone, Lease, Ref, StoreError, StoreStats, Unavailable, Value
-from store.format import PAGE_BYTES, aligned, encode, read_table, view
+from store.format import PAGE_BYTES, aligned, encode, read_table, schema_version, view
 
 SCHEME = "tmpfs:"
 NAME_LIMIT_BYTES = 255
@@ -128,7 +128,8 @@ class EmbeddedStore:
         missing = [name for name in names if name not in entries]
         if missing:
             raise ValueError(f"{ref.key!r} has no column {', '.join(map(repr, missing))}; it has {', '.join(entries) or 'none'}")
-        return Lease(ref, {name: view(entries[name], mapping) for name in names}, {name: entries[name].dtype for name in names})
+        views = {name: view(entries[name], mapping) for name in names}
+        return Lease(ref, views, {name: entries[name].dtype for name in names}, schema_version(mapping))
 
     def encoded(self, ref: Ref) -> bytes:
         self._check_ref(ref)

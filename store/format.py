@@ -1,11 +1,12 @@
 """The bytes of one object: a fixed preamble, the column table, then each column on a 64-byte boundary.
 
-    preamble (32 bytes)  magic · format version · table length · object length · CRC-32 of the table
+    preamble (32 bytes)  magic · format version · table length · object length · CRC-32 of the table · schema version
     table                msgspec JSON: [{name, dtype, shape, offset}, …]
     columns              little-endian, C order, gaps zero
 
-`read_table` accepts nothing it cannot vouch for: another magic, a newer version, a length that is not the file's, a table that does not
-match its checksum, or a column that reaches past the end is `Damaged`, never an array of the wrong bytes.
+`read_table` accepts nothing it cannot vouch for: another magic, a newer version of the format or of the schema, a length that is not the
+file's, a table that does not match its checksum, or a column that reaches past the end is `Damaged`, never an array of the wrong bytes.
+Format 1 had no schema version; what it holds is of schema 1.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from store.base import Column, Damaged, Value
+from store.base import SCHEMA_VERSION, Column, Damaged, Value
 
 MAGIC = b"HEADRACE"
-VERSION = 1
+VERSION = 2
 ALIGNMENT_BYTES = 64
 PAGE_BYTES = 4096
 _PREAMBLE = struct.Struct("<8sIIQII")
@@ -78,11 +79,13 @@ def read_table(buffer: Any, size_bytes: int, source: str) -> list[Entry]:
     """The column table of the object in `buffer`, whose file is `size_bytes` long. Raises Damaged, naming `source`."""
     if size_bytes < _PREAMBLE.size:
         raise Damaged(f"{source} is {size_bytes} bytes long, too short to be a stored object")
-    magic, version, table_bytes, object_bytes, checksum, _ = _PREAMBLE.unpack_from(buffer)
+    magic, version, table_bytes, object_bytes, checksum, schema = _PREAMBLE.unpack_from(buffer)
     if magic != MAGIC:
         raise Damaged(f"{source} is not an object of this store (it begins with {bytes(magic)!r}); remove it")
-    if version != VERSION:
-        raise Damaged(f"{source} has format version {version}, this program reads version {VERSION}; use the release that wrote it")
+    if not 1 <= version <= VERSION:
+        raise Damaged(f"{source} has format version {version}, this program reads 1 to {VERSION}; use the release that wrote it")
+    if schema > SCHEMA_VERSION or (schema == 0) != (version == 1):
+        raise Damaged(f"{source} has schema version {schema}, this program reads 1 to {SCHEMA_VERSION}; use the release that wrote it")
     if object_bytes != size_bytes or _PREAMBLE.size + table_bytes > size_bytes:
         raise Damaged(f"{source} is {size_bytes} bytes long but was written with {object_bytes}: it is cut short or overwritten")
     table = bytes(buffer[_PREAMBLE.size : _PREAMBLE.size + table_bytes])
@@ -98,6 +101,12 @@ def read_table(buffer: Any, size_bytes: int, source: str) -> list[Entry]:
         if min(entry.shape, default=0) < 0 or entry.offset < 0 or entry.offset + entry.size_bytes > size_bytes:
             raise Damaged(f"column {entry.name!r} of {source} reaches past the end of the object")
     return entries
+
+
+def schema_version(buffer: Any) -> int:
+    """Of an object whose table `read_table` has read."""
+    schema: int = _PREAMBLE.unpack_from(buffer)[-1]
+    return schema or 1
 
 
 def view(entry: Entry, buffer: Any) -> np.ndarray:
@@ -129,5 +138,5 @@ def _lay_out(arrays: Mapping[str, tuple[str, np.ndarray]]) -> tuple[bytes, list[
         end = cursor + array.nbytes
         cursor = aligned(end)
     table = _encode(entries)
-    head = _PREAMBLE.pack(MAGIC, VERSION, len(table), end, zlib.crc32(table), 0) + table
+    head = _PREAMBLE.pack(MAGIC, VERSION, len(table), end, zlib.crc32(table), SCHEMA_VERSION) + table
     return head, placed, end

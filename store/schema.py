@@ -1,7 +1,8 @@
 """The fields of every stored object: who writes them, who reads them, what they are, who ends them.
 
 `FIELDS` is the table that docs/dataflow.md prints and a test compares. `validate` is what stands between a bug in one package and a
-silently wrong number in another; `padded` lays rows out as the contract's right-padded table.
+silently wrong number in another; `padded` lays rows out as the contract's right-padded table. This is schema 2
+(`store.base.SCHEMA_VERSION`), in which the rows of a trajectory's leaves lie in one object (`store.rows`); in schema 1 each had its own.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from store.base import Column, Value
+from store.rows import GRIDS, OFFSET_COLUMNS, PATCHES, POSITIONS, ROWS, SPANS, TOKENS, cut
 
 UNKNOWN_CORRECTNESS = 255
 ANY_NAME = "*"
@@ -20,8 +22,9 @@ ANY_NAME = "*"
 
 @dataclass(frozen=True, slots=True)
 class FieldSpec:
-    """`shape` is numbers and letters (S tokens, R = S − 1 response positions, K spans, Q ≤ R routed tokens, L layers, E experts of a
-    token, … anything); `dtype` may name several, with |. What is `optional` is checked where it is there."""
+    """`shape` is numbers and letters (N rows, T tokens of all of them, U = T − N response positions, K spans, Q routed tokens, L layers,
+    E experts of a token, G pictures, V patches, F numbers of a patch, … anything); `dtype` may name several, with |. What is `optional` is
+    checked where it is there."""
 
     name: str
     hop: str
@@ -36,30 +39,50 @@ class FieldSpec:
 
 
 _ROW_ENDS = "when the row is committed or discarded"
+_N1 = f"{ROWS} + 1"
 
 
-def _rollout(name: str, dtype: str, shape: tuple[str | int, ...], meaning: str) -> FieldSpec:
-    return FieldSpec(name, "rollout", dtype, shape, "rollout.tree", ("trainer", "driver.archive"), "driver", _ROW_ENDS, meaning)
+def _rollout(
+    name: str, dtype: str, shape: tuple[str | int, ...], meaning: str, readers: tuple[str, ...] = ("trainer", "driver.archive")
+) -> FieldSpec:
+    optional = meaning.startswith("optional")
+    return FieldSpec(name, "rollout", dtype, shape, "rollout.tree", readers, "driver", _ROW_ENDS, meaning, optional)
 
 
-_ROUTES = "optional: the experts of each layer that the last Q of the first R tokens went to when they were sampled"
+_ROUTES = "the experts of each layer that the last Q of a row's first R tokens went to when they were sampled"
 
 
 def _reward(name: str, dtype: str, meaning: str) -> FieldSpec:
-    return FieldSpec(name, "reward", dtype, (), "driver.dispatch", ("trainer", "driver.archive"), "driver", _ROW_ENDS, meaning)
+    return FieldSpec(name, "reward", dtype, (ROWS,), "driver.dispatch", ("trainer", "driver.archive"), "driver", _ROW_ENDS, meaning)
 
 
 FIELDS: tuple[FieldSpec, ...] = (
-    _rollout("input_ids", "int32", ("S",), "prompt and response tokens of the leaf"),
-    _rollout("response_mask", "uint8", ("R",), "1 where input_ids[1+i] was sampled by the policy and is trained in this leaf"),
-    _rollout("rollout_log_probs", "float32", ("R",), "the engine's log-probs at the row's temperature; 0 where the mask is 0"),
-    _rollout("version_spans", "int64", ("K", 4), "(epoch, version, start, end) over response positions [0, R)"),
-    _rollout("temperature", "float32", (), "the sampling temperature"),
-    FieldSpec(
-        "routed_experts", "rollout", "uint8|int16|int32", ("Q", "L", "E"), "rollout.tree", ("trainer",), "driver", _ROW_ENDS, _ROUTES, True
+    _rollout(
+        "row_offsets", "int64", (_N1,), "row i has the tokens from row_offsets[i] to row_offsets[i+1], R = S − 1 positions for S tokens"
+    ),
+    _rollout("span_offsets", "int64", (_N1,), "where each row's spans begin and end"),
+    _rollout("input_ids", "int32", (TOKENS,), "prompt and response tokens of each leaf"),
+    _rollout(
+        "response_mask", "uint8", (POSITIONS,), "1 where input_ids[1+i] of the row was sampled by the policy and is trained in this leaf"
+    ),
+    _rollout("rollout_log_probs", "float32", (POSITIONS,), "the engine's log-probs at the row's temperature; 0 where the mask is 0"),
+    _rollout("version_spans", "int64", (SPANS, 4), "(epoch, version, start, end) over the row's response positions [0, R)"),
+    _rollout("temperature", "float32", (ROWS,), "the sampling temperature"),
+    _rollout(
+        "position_ids", "int32", (TOKENS, 3), "optional: positions of a model with pictures (mRoPE): time, height, width", ("trainer",)
+    ),
+    _rollout("grid_offsets", "int64", (_N1,), "optional: which of the pictures are a row's", ("trainer",)),
+    _rollout("image_grid", "int32", (GRIDS, 3), "optional: patches of a picture in time, height and width", ("trainer",)),
+    _rollout(
+        "pixel_values",
+        "float32|bfloat16|float16",
+        (PATCHES, "F"),
+        "optional: the pictures' patches, one picture after the other",
+        ("trainer",),
     ),
     _reward("score", "float32", "what the scorer said"),
     _reward("is_correct", "uint8", "1, 0, or 255 when the scorer did not say"),
+    FieldSpec("routed_experts", "extras", "uint8|uint16|int32", ("Q", "L", "E"), "engine", ("trainer",), "driver", _ROW_ENDS, _ROUTES),
     FieldSpec(
         ANY_NAME,
         "weights",
@@ -103,48 +126,122 @@ def validate(hop: str, columns: Mapping[str, Value]) -> None:
         _check_shape(field, _array(columns[field.name]), sizes)
     arrays = {name: _array(column) for name, column in columns.items()}
     if hop == "rollout":
-        _check_rollout(arrays)
-    else:
+        _check_rows(arrays, sizes[ROWS])
+    elif hop == "reward":
         _check_reward(arrays)
+    elif arrays["routed_experts"].size and arrays["routed_experts"].min() < 0:
+        raise ValueError("routed_experts holds a negative number; leave out leading tokens whose experts are not known")
 
 
-def padded(rows: Sequence[Mapping[str, Any]]) -> dict[str, np.ndarray | list[np.ndarray]]:
-    """The contract's field table for rows given as their rollout and reward columns together. B rows, S the longest, R = S − 1.
+def padded(rows: Sequence[Mapping[str, Any]], *, max_tokens: int | None = None, extras: Sequence[str] = ()) -> dict[str, Any]:
+    """The contract's field table for rows given as `store.rows.row_of` gives them, with their `score` and `is_correct`. B rows, S the
+    longest, R = S − 1.
 
-    Everything is right-padded with 0. The scalar of a row stands on its last trained position, or on its last position when none is.
-    `version_spans` stays ragged: a list of B arrays [K, 4].
+    A row may bring `reward` (what the advantage uses; else it is the score), `finish_reason` (else stop), `position_ids` [S, 3], and
+    `advantage` and `returns`, a number or [R] each. Without returns a trained token's is the reward, all of which comes after it; without
+    advantages the table has none. `extras` names per-token columns [Q, …] of the last Q of the row's first R tokens: such a column comes
+    as [B, R, …] in its own dtype, and NAME_mask [B, R] is 1 where something is known.
+
+    Everything is right-padded with 0. A row of more than `max_tokens` is cut, and its finish_reason is then length. The scalar of a row
+    stands on its last (kept) trained position, or on its last position when none is. `version_spans` stays ragged: a list of B arrays
+    [K, 4]. Raises ValueError for no rows, and for rows of which only some have an advantage.
     """
     if not rows:
         raise ValueError("padded needs at least one row")
-    lengths = np.array([len(row["input_ids"]) for row in rows])
-    if lengths.min() < 1:
-        raise ValueError(f"row {int(lengths.argmin())} has no tokens")
-    rows_count, longest = len(rows), int(lengths.max())
-    valid = np.arange(longest)[None, :] < lengths[:, None]
-    input_ids = np.zeros((rows_count, longest), np.int32)
-    response_mask = np.zeros((rows_count, longest - 1), np.uint8)
-    log_probs, scores = np.zeros((rows_count, longest - 1), np.float32), np.zeros((rows_count, longest - 1), np.float32)
-    for index, row in enumerate(rows):
-        positions = lengths[index] - 1
-        input_ids[index, : lengths[index]] = row["input_ids"]
-        response_mask[index, :positions] = row["response_mask"]
-        log_probs[index, :positions] = row["rollout_log_probs"]
-        if positions:
-            trained = np.flatnonzero(row["response_mask"])
-            scores[index, trained[-1] if trained.size else positions - 1] = row["score"]
-    return {
+    whole = [len(row["input_ids"]) for row in rows]
+    if min(whole) < 1:
+        raise ValueError(f"row {whole.index(min(whole))} has no tokens")
+    lengths = np.minimum(whole, max_tokens or max(whole))
+    size, longest = len(rows), int(lengths.max())
+    valid = np.arange(longest) < lengths[:, None]
+
+    def right_padded(arrays: Sequence[Any], dtype: Any, positions: bool) -> np.ndarray:
+        first = np.asarray(arrays[0])
+        out = np.zeros((size, longest - positions, *first.shape[1:]), dtype)
+        for number, array in enumerate(arrays):
+            kept = lengths[number] - positions
+            out[number, :kept] = array[:kept]
+        return out
+
+    input_ids = right_padded([row["input_ids"] for row in rows], np.int32, False)
+    mask = right_padded([row["response_mask"] for row in rows], np.uint8, True)
+    last = [np.flatnonzero(mask[number]).max(initial=-1) for number in range(size)]
+    last = [int(at) if at >= 0 else int(length) - 2 for at, length in zip(last, lengths, strict=True)]
+
+    def scalar(values: Sequence[Any]) -> np.ndarray:
+        out = np.zeros((size, longest - 1), np.float32)
+        for number, (at, value) in enumerate(zip(last, values, strict=True)):
+            if at >= 0:
+                out[number, at] = value
+        return out
+
+    def tiled(values: Sequence[Any]) -> np.ndarray:
+        each = [np.broadcast_to(np.asarray(value, np.float32), max(0, before - 1)) for value, before in zip(values, whole, strict=True)]
+        return right_padded(each, np.float32, True) * mask
+
+    rewards = [row.get("reward", row["score"]) for row in rows]
+    cut_short = [bool(kept < before) for kept, before in zip(lengths, whole, strict=True)]
+    table: dict[str, Any] = {
         "prompts": input_ids[:, :1].copy(),
         "responses": input_ids[:, 1:].copy(),
         "input_ids": input_ids,
         "attention_mask": valid.astype(np.uint8),
-        "position_ids": np.where(valid, np.arange(longest, dtype=np.int32)[None, :], np.int32(0)),
-        "response_mask": response_mask,
-        "rollout_log_probs": log_probs,
-        "token_level_scores": scores,
-        "token_level_rewards": scores.copy(),
+        "position_ids": _positions(rows, lengths, valid),
+        "response_mask": mask,
+        "rollout_log_probs": right_padded([row["rollout_log_probs"] for row in rows], np.float32, True),
+        "token_level_scores": scalar([row["score"] for row in rows]),
+        "token_level_rewards": scalar(rewards),
+        "returns": tiled([row.get("returns", reward) for row, reward in zip(rows, rewards, strict=True)]),
         "is_correct": np.array([row["is_correct"] for row in rows], np.uint8),
-        "version_spans": [np.array(row["version_spans"], np.int64) for row in rows],
+        "finish_reason": ["length" if was_cut else row.get("finish_reason", "stop") for row, was_cut in zip(rows, cut_short, strict=True)],
+        "version_spans": [_kept_spans(row["version_spans"], int(length) - 1) for row, length in zip(rows, lengths, strict=True)],
     }
+    known = ["advantage" in row for row in rows]
+    if any(known):
+        if not all(known):
+            raise ValueError(f"row {known.index(False)} has no advantage, others have: give all or none")
+        table["advantages"] = tiled([row["advantage"] for row in rows])
+    for name in extras:
+        table[name], table[f"{name}_mask"] = _per_token(name, rows, whole, lengths)
+    return table
+
+
+def _positions(rows: Sequence[Mapping[str, Any]], lengths: np.ndarray, valid: np.ndarray) -> np.ndarray:
+    """[B, S], or [B, 3, S] where any row has three positions a token; a row of text alone then has its one three times."""
+    counted = np.where(valid, np.arange(valid.shape[1], dtype=np.int32), np.int32(0))
+    if not any("position_ids" in row for row in rows):
+        return counted
+    out = np.repeat(counted[:, None], 3, axis=1)
+    for number, row in enumerate(rows):
+        if "position_ids" in row:
+            out[number, :, : lengths[number]] = np.asarray(row["position_ids"])[: lengths[number]].T
+    return out
+
+
+def _kept_spans(spans: Any, positions: int) -> np.ndarray:
+    kept = np.array(spans, np.int64).reshape(-1, 4)
+    kept = kept[kept[:, 2] < positions]
+    kept[:, 3] = np.minimum(kept[:, 3], positions)
+    return kept
+
+
+def _per_token(name: str, rows: Sequence[Mapping[str, Any]], whole: Sequence[int], lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """A row without the column has a mask of zeros. ValueError when none has it."""
+    columns = [np.asarray(row[name]) if row.get(name) is not None else None for row in rows]
+    first = next((column for column in columns if column is not None), None)
+    if first is None:
+        raise ValueError(f"no row has a column {name}")
+    positions = int(lengths.max()) - 1
+    dtype = np.result_type(*(column.dtype for column in columns if column is not None))
+    out = np.zeros((len(rows), positions, *first.shape[1:]), dtype)
+    mask = np.zeros((len(rows), positions), np.uint8)
+    for number, column in enumerate(columns):
+        if column is None:
+            continue
+        start, end = whole[number] - 1 - len(column), int(lengths[number]) - 1
+        out[number, start:end] = column[: max(0, end - start)]
+        mask[number, start:end] = 1
+    return out, mask
 
 
 def _array(column: Value) -> np.ndarray:
@@ -162,19 +259,33 @@ def _check_shape(field: FieldSpec, array: np.ndarray, sizes: dict[str, int]) -> 
     if array.ndim != len(field.shape):
         raise ValueError(said)
     for size, want in zip(array.shape, field.shape, strict=True):
-        if isinstance(want, int):
+        if want == _N1:
+            if size < 2:
+                raise ValueError(f"{said}, and an object has at least one row")
+            if sizes.setdefault(ROWS, size - 1) != size - 1:
+                raise ValueError(f"{said} with {ROWS} = {sizes[ROWS]}")
+        elif isinstance(want, int):
             if size != want:
                 raise ValueError(said)
         elif sizes.setdefault(want, size) != size:
             raise ValueError(f"{said} with {want} = {sizes[want]}")
-        elif want == "S":
-            sizes["R"] = size - 1
+        elif want == TOKENS:
+            sizes[POSITIONS] = size - sizes[ROWS]
+
+
+def _check_rows(arrays: Mapping[str, np.ndarray], rows: int) -> None:
+    for name in (name for name in OFFSET_COLUMNS if name in arrays):
+        if arrays[name][0] or (np.diff(arrays[name]) < (name == "row_offsets")).any():
+            raise ValueError(f"{name} is {arrays[name].tolist()[:8]}: it begins with 0 and rises; a row has at least one token")
+    for number in range(rows):
+        try:
+            _check_rollout({name: cut(arrays, name, number) for name in arrays if name not in OFFSET_COLUMNS})
+        except ValueError as error:
+            raise ValueError(f"row {number}: {error}" if rows > 1 else str(error)) from None
 
 
 def _check_rollout(arrays: Mapping[str, np.ndarray]) -> None:
     mask, log_probs, spans = arrays["response_mask"], arrays["rollout_log_probs"], arrays["version_spans"]
-    if not arrays["input_ids"].size:
-        raise ValueError("input_ids is empty; a row has at least one token")
     if arrays["input_ids"].min() < 0:
         raise ValueError("input_ids holds a negative token id")
     if mask.size and mask.max() > 1:
@@ -183,11 +294,6 @@ def _check_rollout(arrays: Mapping[str, np.ndarray]) -> None:
         raise ValueError(f"rollout_log_probs is not finite at position {int(np.flatnonzero(~np.isfinite(log_probs))[0])}")
     if log_probs[mask == 0].any():
         raise ValueError("rollout_log_probs is not 0 where response_mask is 0")
-    routes = arrays.get("routed_experts")
-    if routes is not None and len(routes) > mask.size:
-        raise ValueError(f"routed_experts speaks of {len(routes)} tokens; the last token is never routed, so at most R = {mask.size}")
-    if routes is not None and routes.size and routes.min() < 0:
-        raise ValueError("routed_experts holds a negative number; leave out leading tokens whose experts are not known")
     if not (np.isfinite(arrays["temperature"]) and arrays["temperature"] > 0):
         raise ValueError(f"temperature is {float(arrays['temperature'])}; it must be a number above 0")
     covered, before = np.zeros(mask.shape, bool), 0
@@ -202,7 +308,9 @@ def _check_rollout(arrays: Mapping[str, np.ndarray]) -> None:
 
 
 def _check_reward(arrays: Mapping[str, np.ndarray]) -> None:
-    if not np.isfinite(arrays["score"]):
-        raise ValueError(f"score is {float(arrays['score'])}; a failed reward is a failed reward, not a number")
-    if int(arrays["is_correct"]) not in (0, 1, UNKNOWN_CORRECTNESS):
-        raise ValueError(f"is_correct is {int(arrays['is_correct'])}; it may be 0, 1, or {UNKNOWN_CORRECTNESS} for unknown")
+    strange = arrays["score"][~np.isfinite(arrays["score"])]
+    if strange.size:
+        raise ValueError(f"score is {float(strange[0])}; a failed reward is a failed reward, not a number")
+    other = arrays["is_correct"][~np.isin(arrays["is_correct"], (0, 1, UNKNOWN_CORRECTNESS))]
+    if other.size:
+        raise ValueError(f"is_correct is {int(other[0])}; it may be 0, 1, or {UNKNOWN_CORRECTNESS} for unknown")

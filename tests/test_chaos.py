@@ -122,7 +122,7 @@ def test_W1_A1_A2_every_kind_of_process_killed_and_stopped_at_some_transitions_a
 @pytest.mark.parametrize(("part", "attacks"), at_every_transition(), ids=lambda value: value if isinstance(value, int) else "")
 def test_W1_A1_A2_killed_at_every_transition_of_the_ledger(tmp_path: Path, part: int, attacks: list[Cell]) -> None:
     rng = random.Random(f"{SEED}/{part}/transitions")
-    live_through(Chaos(tmp_path / "it", rng, "checkpoint.every=3", "checkpoint.keep_last=2", evaluators=1), attacks, rng)
+    live_through(Chaos(tmp_path / "it", rng, "checkpoint.every=3", "checkpoint.keep_last=2", evaluators=1), attacks, rng, in_a_row=0.3)
 
 
 @slow

@@ -17,6 +17,7 @@ from rollout.client import EngineClient, make_http
 from rollout.tokens import TokenizerView
 from rollout.tree import Trajectory, row_columns
 from store import EmbeddedStore
+from store.rows import packed
 from trainer.client import TrainerClient
 from trainer.spec import TrainerSpec
 from trainer.wire import PlanRow, WireRef
@@ -71,7 +72,7 @@ async def test_M5_engine_and_trainer_agree_within_1e_4_at_three_temperatures(par
                 tree.add("assistant", answer.output_ids, parent=root, **more)
                 columns = row_columns(tree.leaves()[0], temperature)
                 row_id = f"r{number}-{temperature}"
-                ref = store.put(f"t/{row_id}/rollout", columns)
+                ref = store.put(f"t/{row_id}/rollout", packed([columns]))
                 rows.append(PlanRow(row_id=row_id, rollout=WireRef.of(ref), length=len(columns["input_ids"])))
                 sampled[row_id] = columns["rollout_log_probs"], columns["response_mask"] == 1
         ours = (await trainer.logprobs(rows)).log_probs

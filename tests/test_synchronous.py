@@ -34,6 +34,7 @@ from rollout.tokens import TokenizerView
 from rollout.tree import row_columns
 from rollout.workflow import Task, single_turn
 from store import EmbeddedStore
+from store.rows import packed
 from tests.chaos.accounts import check_end
 from tests.chaos.attacks import KILL, N_PER_SAMPLE, STOP, VICTIMS, Cell, Chaos
 from tests.fleet import BASE
@@ -111,7 +112,7 @@ class PlainLoop:
         columns = row_columns(leaf, 1.0)
         self.tokens[name] = columns["input_ids"].tolist(), columns["rollout_log_probs"].tolist()
         self.rewards[name] = score(self.tokenizer.decode(leaf.turns[-1].token_ids), row)
-        ref = self.store.put(f"plain/{name}/rollout", columns)
+        ref = self.store.put(f"plain/{name}/rollout", packed([columns]))
         row_id, length = f"{name}a0000l0000", len(columns["input_ids"])
         return PlanRow(row_id=row_id, rollout=WireRef.model_validate(ref.to_wire()), score=self.rewards[name], sequence=name, length=length)
 

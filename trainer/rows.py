@@ -16,10 +16,11 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from store import Lease, StoreError, open_store
+from store.rows import row_of
 from trainer.fused import zigzag
 from trainer.model import packing
 from trainer.routes import Routing, packed_routes
-from trainer.wire import PlanRow
+from trainer.wire import PlanRow, WireRef
 
 COLUMNS = ("input_ids", "response_mask", "rollout_log_probs", "version_spans", "temperature")
 
@@ -63,20 +64,22 @@ class Row:
 def open_row(planned: PlanRow, vocab_size: int, routing: Routing | None = None) -> Row:
     """`routing` is given when routes are to be replayed. Raises Unreadable."""
     try:
-        ref = planned.rollout.ref()
-        lease = open_store(ref.location).open(ref)
+        lease = _opened(planned.rollout)
         if missing := [name for name in COLUMNS if name not in lease]:
             raise ValueError(f"the object has no column {', '.join(missing)}")
+        columns = row_of(lease, planned.row)
+        if routing is not None and planned.extras is not None:
+            columns["routed_experts"] = _opened(planned.extras)["routed_experts"]  # the view keeps the object in place
     except StoreError as error:
         raise Unreadable(410, f"row {planned.row_id}: {error}") from error
     except ValueError as error:
         raise Unreadable(422, f"row {planned.row_id}: {error}") from error
-    ids, mask, spans = lease["input_ids"], lease["response_mask"], lease["version_spans"]
-    temperature = float(lease["temperature"])
+    ids, mask, spans = columns["input_ids"], columns["response_mask"], columns["version_spans"]
+    temperature = float(columns["temperature"])
     fault = None
     if ids.shape != (planned.length,):
         fault = f"holds {ids.shape} tokens where the plan says {planned.length}"
-    elif mask.shape != (planned.length - 1,) or lease["rollout_log_probs"].shape != mask.shape:
+    elif mask.shape != (planned.length - 1,) or columns["rollout_log_probs"].shape != mask.shape:
         fault = f"has a mask of {mask.shape} and log-probs of {lease['rollout_log_probs'].shape} for {planned.length} tokens"
     elif ids.min() < 0 or ids.max() >= vocab_size:
         fault = f"has a token outside the vocabulary of {vocab_size}"
@@ -86,13 +89,13 @@ def open_row(planned: PlanRow, vocab_size: int, routing: Routing | None = None) 
         fault = f"has temperature {temperature}; log-probs are defined above 0 only"
     # A retracted request is computed again from its prompt, under the weights of that moment: only one version's routes are the sampler's.
     pure = len({tuple(span) for span in spans[:, :2].tolist()}) == 1 if spans.ndim == 2 else False
-    routes = lease["routed_experts"] if routing is not None and pure and "routed_experts" in lease else None
+    routes = columns.get("routed_experts") if routing is not None and pure else None
     if routing is not None and routes is not None and not fault:
         fault = routing.fault(routes, len(mask))
     if fault:
         raise Unreadable(422, f"row {planned.row_id} {fault}")
     trained = np.flatnonzero(mask)
-    behaviour = lease["rollout_log_probs"][trained]
+    behaviour = columns["rollout_log_probs"][trained]
     return Row(
         planned.row_id,
         lease,
@@ -106,6 +109,10 @@ def open_row(planned: PlanRow, vocab_size: int, routing: Routing | None = None) 
         planned.sequence or planned.row_id,
         routes,
     )
+
+
+def _opened(ref: WireRef) -> Lease:
+    return open_store(ref.location).open(ref.ref())
 
 
 @dataclass(frozen=True, eq=False)

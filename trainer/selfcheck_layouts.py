@@ -31,6 +31,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: E402
 from transformers.utils.logging import disable_progress_bar  # noqa: E402
 
 from store import EmbeddedStore  # noqa: E402
+from store.rows import packed  # noqa: E402
 from trainer import export  # noqa: E402
 from trainer.group import Group  # noqa: E402
 from trainer.loss_spec import KLSpec, LossSpec  # noqa: E402
@@ -160,7 +161,7 @@ def _columns(rng: np.random.Generator) -> dict[str, Any]:
 
 
 def _put(store: EmbeddedStore, row_id: str, columns: dict[str, Any], advantage: float) -> PlanRow:
-    ref = store.put(f"selfcheck/{row_id}/rollout", {name: np.asarray(value) for name, value in columns.items()})
+    ref = store.put(f"selfcheck/{row_id}/rollout", packed([columns]))
     return PlanRow(row_id=row_id, rollout=WireRef.of(ref), advantage=advantage, length=len(columns["input_ids"]))
 
 

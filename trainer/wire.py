@@ -29,13 +29,16 @@ class WireRef(_Message):
 
 
 class PlanRow(_Message):
-    """One row of a plan. `length` is S, its tokens, prompt included; `advantage` is the scalar of all its trained tokens.
+    """One row of a plan: number `row` in the object `rollout`. `length` is S, its tokens, prompt included; `advantage` is the scalar of all
+    its trained tokens.
 
     With a critic the advantage is made on the rank, from `score`. `sequence` names the trajectory where rows of one are one sequence.
     """
 
     row_id: str
     rollout: WireRef
+    row: int = Field(0, ge=0)
+    extras: WireRef | None = None
     advantage: Annotated[float, Field(allow_inf_nan=False)] = 0.0
     score: Annotated[float, Field(allow_inf_nan=False)] = 0.0
     sequence: str | None = None

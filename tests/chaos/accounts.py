@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from driver import ledger_load
+from driver.archive import read_trajectories
 from driver.ledger import EVALUATION, traj_uid_of
 
 FILTERED = "filtered: "  # how the filter's reasons begin
@@ -234,6 +235,12 @@ def check_end(run_dir: Path, n: int, bound: int, explained: tuple[str, ...]) -> 
     reasons = {(uid in books.evaluated, reason) for uid, *_, outcome, reason, _ in ends if outcome == "discarded"}
     foreign = [reason for held_out, reason in reasons if not any(words in reason for words in (*explained, *[RESTARTED] * held_out))]
     assert not foreign, f"discarded, and no kill explains it: {foreign[:10]}"
+    archived = {row.traj_uid: row.outcome for row in read_trajectories(run_dir / "archive")}
+    outcomes = {traj_uid_of(uid, index): outcome for uid, index, _, outcome, *_ in ends}
+    apart = [name for name, outcome in archived.items() if outcomes.get(name) != outcome]
+    assert not apart, f"A2: archive and ledger do not agree on {[(name, archived[name], outcomes.get(name)) for name in apart[:10]]}"
+    missing = [name for name, outcome in outcomes.items() if outcome != "discarded" and name not in archived]
+    assert not missing, f"A2: not in the archive: {missing[:10]}"
     if books.evaluated:
         last = max(result["version"] for result in books.results())
         assert last == books.number("trained_version"), f"H11: the last version was not evaluated, only {last}"

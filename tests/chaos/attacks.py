@@ -38,11 +38,12 @@ EVENTS = tuple(kind.__name__ for kind in get_args(Event) if kind is not RunEnded
 DRIVER_STEPS = ("put", "free", "lock", "score", "train", "snapshot", "save", "archive", "pause", "set_version", "continue")
 TRAINER_STEPS = ("account", "publish", "resume", "trainer lock")
 PARKING_STEPS = ("park", "unpark")  # after a SIGTERM, and at the start after it
+REPLAYS = ("RowsLost", "BatchUnmade", "EpochBegan", "resume")  # they come only where an applied batch is not in a checkpoint
 OFTEN = ("SampleRegistered", "TrajectoryReady", "put", "score", "free", "lock", "trainer lock")
 EXPLAINED = ("bad on purpose", "filtered: always right")
 """Words of the only reasons: rows that are bad or easy in the data. A kill explains none: with these budgets everything is tried again."""
 REPAIR_S = 150.0
-REACH_S = 40.0
+REACH_S, TRIES = 90.0, 2
 RESTART_WINDOW_S, RESTARTS = 60.0, 3  # the launcher leaves a process alone that dies five times in a minute
 
 REWARD = '''"""A chance, so that batches have something to learn; bad rows of two kinds, so that trajectories and samples are discarded; and
@@ -215,54 +216,57 @@ class Chaos:
             self.books()
 
     def _ordered(self, cell: Cell) -> dict[str, Any] | None:
+        """With what brings the run to that place, where it does not come there by itself."""
         assert cell.point is not None and cell.moment is not None
         count = self.rng.randint(1, 12) if cell.point in OFTEN else 1
         order = Order(self.number, cell.point, cell.moment, count, cell.victim, cell.how.split()[0])
-        if cell.point in ("RowsLost", "BatchUnmade"):
-            self.service.wait(lambda s: s["trained_version"] > s["committed_version"], "a batch to replay")
+        for _ in range(TRIES):  # what was to be replayed may be committed just before it is lost
+            self._provoke(cell, order)
+            until = time.monotonic() + REACH_S
+            while (done := self._done()) is None and time.monotonic() < until:
+                assert self.service.process is not None
+                if self.service.process.poll() is not None and self._done() is None:
+                    raise AssertionError(f"the driver ended by itself: {self.service.log()[-3000:]}")
+                time.sleep(0.02)
+            if done is None:
+                (self.orders / ORDER).unlink(missing_ok=True)
+                done = self._done()
+            if done is not None:
+                return done
+        return None
+
+    def _provoke(self, cell: Cell, order: Order) -> None:
+        assert self.service.process is not None
+        if cell.point in REPLAYS:  # one batch of three is trained: the others take a while
+            self.service.wait(lambda s: s["trained_version"] == s["committed_version"] + 1 > 1, "a batch to replay", REPAIR_S)
+        if cell.point != "unpark":
             order.write(self.orders)
+        if cell.point in ("RowsLost", "BatchUnmade"):
             self.lose_the_host()
         elif cell.point == "Restarted":
-            order.write(self.orders)
             self.service.kill()
             self.start()
         elif cell.point == "MixChanged":
-            order.write(self.orders)
             dataset = self.service.run("/datasets")[0]["dataset_id"]
             with contextlib.suppress(httpx.TransportError):
                 url = f"{self.service.url}/v1/runs/sort-digits/datasets/{dataset}"
                 self.service.http.patch(url, json={"weight": 1.0 + self.number})
         elif cell.point in PARKING_STEPS:
-            assert self.service.process is not None
-            if cell.point == "park":
-                order.write(self.orders)
             self.service.process.send_signal(signal.SIGTERM)
             self.service.process.wait(TERM_S)
             if cell.point == "unpark":
                 order.write(self.orders)
                 self.start()
-        else:
-            if cell.point in ("EpochBegan", "resume"):
-                self.service.wait(lambda s: s["committed_version"] and s["trained_version"] > s["committed_version"], "a batch to replay")
-            order.write(self.orders)
-            if cell.point in ("EpochBegan", "resume"):
-                self._signal("rank", KILL)
-            elif cell.point == "TrajectoryRetried":
-                self._signal("engine", KILL)
-        until = time.monotonic() + REACH_S
-        while (done := self._done()) is None and time.monotonic() < until:
-            assert self.service.process is not None
-            if self.service.process.poll() is not None and self._done() is None:
-                raise AssertionError(f"the driver ended by itself: {self.service.log()[-3000:]}")
-            time.sleep(0.02)
-        if done is None:
-            (self.orders / ORDER).unlink(missing_ok=True)
-            done = self._done()
-        return done
+        elif cell.point in ("EpochBegan", "resume"):
+            self._signal("rank", KILL)
+        elif cell.point == "TrajectoryRetried":
+            self._signal("engine", KILL)
 
     def _random(self, cell: Cell) -> dict[str, Any] | None:
         time.sleep(self.rng.uniform(0.0, 2.5))
-        pid = self._signal(cell.victim, cell.how.split()[0])
+        until = time.monotonic() + REPAIR_S
+        while (pid := self._signal(cell.victim, cell.how.split()[0])) is None and time.monotonic() < until:
+            time.sleep(0.1)  # until there is such a process again
         return None if pid is None else {"pid": pid}
 
     def _signal(self, victim: str, how: str) -> int | None:

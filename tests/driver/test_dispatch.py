@@ -19,15 +19,18 @@ from driver.ledger import Ledger
 from driver.ledger_db import LedgerDB
 from driver.lost_time import FULL
 from driver.push import Pusher
-from driver.scoring import Scoring
+from driver.scoring import ScoreFailed, Scoring
 from driver.turns import GivenUp, Pace
 from driver.watermark import Watermark
 from rollout.answer import EngineError, Generation, Prefix, refusal
 from rollout.pool import EnginePool
 from rollout.tokens import TokenizerView
+from rollout.tree import Trajectory as Tree
 from rollout.version import Version
 from rollout.workflow import Task, WorkflowFailed
-from store import EmbeddedStore
+from store import EmbeddedStore, Ref
+from store.rows import row_of
+from store.schema import validate
 from tests.driver.conftest import ready, register
 
 ROOT = Path(__file__).parents[2]
@@ -450,6 +453,49 @@ def test_how_fast_tokens_come_is_measured_from_the_first_chunk_to_the_last():
         clock.now += seconds
         pace.came(tokens)
     assert pace.decoded == (24, 3.0)
+
+
+def two_leaves() -> Tree:
+    """The second answer follows a history that was rewritten."""
+    tree = Tree()
+    root = tree.add("user", [5, 6, 7])
+    sampled: dict[str, Any] = {"spans": [(VERSION, 0, 2)], "policy": "policy", "finish_reason": "stop"}
+    tree.add("assistant", [9, EOS], parent=root, log_probs=[-0.5, -0.25], **sampled)
+    other = tree.add("user", [8], parent=root)
+    tree.add("assistant", [10, EOS], parent=other, log_probs=[-1.0, -2.0], **sampled)
+    return tree
+
+
+async def test_the_leaves_of_a_trajectory_are_rows_of_one_object_and_a_failed_score_leaves_none(parts):
+    dispatch, trajectory, _ = parts
+    core = dispatch._core
+    row = DataRow(0, "sort 1 =", None, "1", "sort", {})
+
+    async def score(job: Any) -> Any:
+        return SimpleNamespace(score=float(job.leaf_id[-1]) + 0.5, is_correct=None if job.leaf_id.endswith("1") else True)
+
+    dispatch._scoring.score = score
+    leaves = await dispatch._score(row, trajectory, two_leaves())
+    assert core.store.stats().objects == 2 and [leaf.refs for leaf in leaves] == [leaves[0].refs] * 2
+    assert [(leaf.row, leaf.length, leaf.response_tokens, leaf.score, leaf.is_correct) for leaf in leaves] == [
+        (0, 5, 2, 0.5, True),
+        (1, 6, 2, 1.5, None),
+    ]
+    rollout, reward = (core.store.open(Ref.from_wire(ref)) for ref in leaves[0].refs)
+    validate("rollout", rollout)
+    validate("reward", reward)
+    assert [row_of(rollout, leaf.row)["input_ids"].tolist() for leaf in leaves] == [[5, 6, 7, 9, EOS], [5, 6, 7, 8, 10, EOS]]
+    assert reward["score"].tolist() == [0.5, 1.5] and reward["is_correct"].tolist() == [1, 255]
+    core.store.free(Ref.from_wire(ref) for leaf in leaves for ref in leaf.refs)
+    assert core.store.stats().objects == 0
+
+    async def fail(job: Any) -> Any:
+        raise ScoreFailed("reward: no", data=True)
+
+    dispatch._scoring.score = fail
+    with pytest.raises(ScoreFailed):
+        await dispatch._score(row, trajectory, two_leaves())
+    assert core.store.stats().objects == 0
 
 
 async def test_W4_an_engine_that_only_answers_500_makes_no_row_and_no_reward(parts):

@@ -9,8 +9,13 @@ from typing import Any
 import msgspec
 import pytest
 
+from driver.archive import Archive, read_trajectories
 from driver.core import Bell
 from driver.evaluation import Evaluator, Result
+from driver.events import EvaluationBegan
+from driver.finished import Finished
+from driver.ledger import Ledger
+from driver.run import Run
 from driver.settings_evaluation import EvaluationConfig
 from tests.service import ROOT
 
@@ -95,6 +100,23 @@ async def test_a_run_whose_driver_died_after_the_last_result_and_before_its_end_
     await asyncio.sleep(0)
     assert core.ending is not None and core.draining == core.ending
     looping.cancel()
+
+
+def test_A2_an_evaluation_that_was_cut_short_after_its_answers_were_archived_is_discarded_there_too(tmp_path):
+    one, core = evaluator([])
+    core.ledger, core.run_id = Ledger(), "sort-digits"
+    core.apply = core.ledger.apply
+    core.apply(EvaluationBegan(first_uid=0, rows=1, n=2, version=7, time=1.0))
+    finished = Finished(core, SimpleNamespace(decode=lambda ids: ""), Archive(tmp_path))  # type: ignore[arg-type]
+    facts = {"uid": 0, "version": 7, "prompt_ids": (), "made": None, "reason": None, "attempts": 1, "began": 1.0}
+    for index in range(2):
+        finished.evaluated(one.rows[0], index=index, reward=1.0, is_correct=True, **facts)
+    finished.archive.flush()  # and the driver dies
+    Run._cut_evaluation(SimpleNamespace(core=core, evaluator=one, finished=finished), "evaluation: the driver was restarted")  # type: ignore[arg-type]
+    assert core.ledger.counts.by_outcome == {"discarded": 2} and not core.ledger.samples
+    assert [(row.outcome, row.reason, row.reward) for row in read_trajectories(tmp_path)] == [
+        ("discarded", "evaluation: the driver was restarted", None)
+    ] * 2
 
 
 def test_what_is_asked_for_before_there_is_a_version_is_refused():

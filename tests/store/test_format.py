@@ -10,12 +10,23 @@ import numpy as np
 import pytest
 
 from store import Damaged, EmbeddedStore, Unavailable, Value
+from store.base import SCHEMA_VERSION
 
 COLUMNS: dict[str, Value] = {"a": np.arange(1000, dtype=np.int64), "b": np.float32(1)}
 
 
 def newer(data: bytearray) -> bytearray:
-    struct.pack_into("<I", data, 8, 2)
+    struct.pack_into("<I", data, 8, 3)
+    return data
+
+
+def newer_schema(data: bytearray) -> bytearray:
+    struct.pack_into("<I", data, 28, SCHEMA_VERSION + 1)
+    return data
+
+
+def no_schema(data: bytearray) -> bytearray:
+    struct.pack_into("<I", data, 28, 0)
     return data
 
 
@@ -34,7 +45,9 @@ def reaching_out(data: bytearray) -> bytearray:
 
 DAMAGE: dict[str, tuple[Callable[[bytearray], bytes | bytearray], str]] = {
     "foreign": (lambda data: b"PK\3\4" + data[4:], "not an object of this store"),
-    "newer": (newer, "format version 2, this program reads version 1"),
+    "newer": (newer, "format version 3, this program reads 1 to 2; use the release"),
+    "newer schema": (newer_schema, "schema version 3, this program reads 1 to 2; use the release"),
+    "no schema": (no_schema, "schema version 0"),
     "cut short": (lambda data: data[:-1], "cut short"),
     "cut in the table": (lambda data: data[:50], "cut short"),
     "cut in the preamble": (lambda data: data[:20], "too short"),

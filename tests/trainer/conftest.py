@@ -23,6 +23,7 @@ import torch
 from pydantic import BaseModel
 
 from store import EmbeddedStore
+from store.rows import packed
 from trainer.client import TrainerClient, TrainerLost
 from trainer.spec import TrainerSpec
 from trainer.wire import MiniBatch, PlanRow, TrainRequest, WireRef
@@ -138,8 +139,11 @@ class Rows:
     vocab: int = 96
 
     def put(self, row_id: str, columns: dict[str, Any], advantage: float) -> PlanRow:
-        ref = self.store.put(f"test/{uuid.uuid4().hex}/rollout", {name: np.asarray(value) for name, value in columns.items()})
-        return PlanRow(row_id=row_id, rollout=WireRef.of(ref), advantage=advantage, length=len(columns["input_ids"]))
+        name = f"test/{uuid.uuid4().hex}"
+        routes = {key: value for key, value in columns.items() if key == "routed_experts"}
+        ref = self.store.put(f"{name}/rollout", packed([{key: value for key, value in columns.items() if key not in routes}]))
+        extras = WireRef.of(self.store.put(f"{name}/extras", routes)) if routes else None
+        return PlanRow(row_id=row_id, rollout=WireRef.of(ref), extras=extras, advantage=advantage, length=len(columns["input_ids"]))
 
     def columns(self, rng: np.random.Generator, prompt: int, response: int, temperature: float = 1.0, version: int = 0) -> dict[str, Any]:
         """`prompt` tokens, then `response` tokens of which about one in five is not trained."""

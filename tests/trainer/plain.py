@@ -15,6 +15,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from store import open_store
+from store.rows import row_of
 from trainer.wire import PlanRow
 
 Arrays = dict[str, np.ndarray]
@@ -226,7 +227,11 @@ class Plain:
 
 
 def opened(row: dict[str, Any]) -> Any:
-    return open_store(row["rollout"]["location"]).open(PlanRow(**row).rollout.ref())
+    planned = PlanRow(**row)
+    columns = row_of(open_store(planned.rollout.location).open(planned.rollout.ref()), planned.row)
+    if planned.extras is not None:
+        columns |= open_store(planned.extras.location).open(planned.extras.ref())
+    return columns
 
 
 def apply(optimizer: Any, lr: float) -> None:
