@@ -6,6 +6,10 @@ request open: with 32,768 some wait for a slot and the others for an environment
 process's, with its threads (SQLite, the archive); lag is how late the event loop comes to a task that wants to run every 10 ms, own is
 the CPU time that the loop used in between, which other work on the machine does not change.
 
+Beside it AReaL's executor (`RemoteSGLangEngine`, `prepare_batch`), where `make areal` has made its environment: trajectories a second with
+1,024 at once on two paced servers that could end thousands. AReaL generates, scores and makes tensors in memory; ours is the whole service
+as a user has it: streams, ledger, store, archive, scores, batches of as many, and a push of each.
+
     python -m benchmarks.driver [--quick] [--json FILE] [--only RUNNING …] [--rounds N] [--watch]
 """
 
@@ -23,13 +27,18 @@ from typing import Any
 import psutil
 import yaml
 
+from benchmarks import areal
 from benchmarks.bound import N, Service, longer_base, prompts
+from benchmarks.client import OFFERED
+from benchmarks.client import TOKENS as FLAT_TOKENS
 from benchmarks.common import Aim, flags, median, report
 from benchmarks.loop_watch import told
 
 INTERVAL = 16
 LENGTHS = range(INTERVAL, 8 * INTERVAL, INTERVAL)  # of answers, in tokens: 1 to 7 chunks, 4 on average, as in benchmarks.client
 TOKENS = sum(LENGTHS) / len(LENGTHS)
+BESIDE = 1024  # trajectories at once, in the comparison with AReaL
+TAU_S = 0.05  # a batch, in the same
 AHEAD = 1.25  # in flight, of those that the engines decode at once (driver/watermark.py)
 
 
@@ -102,7 +111,7 @@ def measure(level: Level, seconds: float, *, watch: bool) -> dict[str, float]:
         (directory / "config.yaml").write_text(yaml.safe_dump(configuration(level, directory, store)))
         service = Service(directory, batch_s / 2, *options)
         try:
-            while service.trained() < 2 or _running(service) < 0.95 * level.running:
+            while service.trained() < 2 or _running(service) < 0.9 * level.running:
                 time.sleep(0.5)
             time.sleep(level.running / level.per_s)
             lag, stops = directory / "run" / "loop_lag.txt", directory / "run" / "loop_stops.jsonl"
@@ -134,6 +143,45 @@ def measure(level: Level, seconds: float, *, watch: bool) -> dict[str, float]:
     }
 
 
+def flat_out(seconds: float) -> dict[str, float]:
+    """With nothing to wait for but itself: servers that could end thousands a second, a trainer that takes no time to speak of."""
+    level = Level(BESIDE, BESIDE, 2, 0.0, BESIDE // N)
+    at_once = level.open // level.engines
+    store = Path(f"/dev/shm/headrace-driver-{time.time_ns():x}")
+    with tempfile.TemporaryDirectory(prefix="headrace-driver-") as name:
+        directory = Path(name)
+        config = configuration(level, directory, store)
+        config["rollout"] |= {
+            "sampling": {"max_new_tokens": FLAT_TOKENS},
+            "max_open_requests": at_once,
+            "engine_args": ["--paced", f"{OFFERED / at_once * FLAT_TOKENS:g}", "--paced-pushes"],
+        }
+        (directory / "config.yaml").write_text(yaml.safe_dump(config))
+        service = Service(directory, TAU_S)
+        try:
+            while service.trained() < 2:
+                time.sleep(0.5)
+            time.sleep(seconds / 2)
+            before, cpu_s, began = _done(service), service.cpu_s()[0], time.monotonic()
+            time.sleep(seconds)
+            count, span_s = _done(service) - before, time.monotonic() - began
+            return {"per_s": count / span_s, "cpu_us": (service.cpu_s()[0] - cpu_s) / count * 1e6}
+        finally:
+            service.close()
+            shutil.rmtree(store, ignore_errors=True)
+
+
+def beside(python: Path, rounds: int, seconds: float) -> dict[str, float]:
+    """AReaL and ours in turn."""
+    found: dict[str, list[dict[str, float]]] = {"areal": [], "ours": []}
+    for _ in range(rounds):
+        found["areal"].append(areal.measure(python, BESIDE, 2, seconds))
+        found["ours"].append(flat_out(seconds))
+    figures = {f"{who}_{name}_{BESIDE}": median([one[name] for one in runs]) for who, runs in found.items() for name in runs[0]}
+    ratios = [ours["per_s"] / theirs["per_s"] for ours, theirs in zip(found["ours"], found["areal"], strict=True)]
+    return figures | {f"ours_over_areal_{BESIDE}": median(ratios)}
+
+
 def _running(service: Service) -> float:
     return service.gauges()["headrace_ledger_running_trajectories"]
 
@@ -146,20 +194,29 @@ def _done(service: Service) -> float:
 
 def main() -> int:
     parser = flags(__doc__)
-    parser.add_argument("--only", nargs="+", type=int, choices=list(LEVELS), metavar="RUNNING", help="512, 4096, 32768")
+    parser.add_argument(
+        "--only", nargs="+", type=int, choices=[*LEVELS, BESIDE], metavar="RUNNING", help="512, 4096, 32768, and 1024 beside AReaL"
+    )
     parser.add_argument("--rounds", type=int, default=1, help="of all levels, one after the other; figures are medians")
     parser.add_argument("--watch", action="store_true", help="also print where the loop stood when it was late, which costs it time")
+    parser.add_argument("--areal", type=Path, default=areal.PYTHON, help="the Python that has AReaL (make areal); without, it is left out")
     options = parser.parse_args()
-    chosen = options.only or (list(LEVELS)[:1] if options.quick else list(LEVELS))
+    chosen = options.only or (list(LEVELS)[:1] if options.quick else [*LEVELS, BESIDE])
+    with_peer = BESIDE in chosen and options.areal.exists()
+    chosen = [running for running in chosen if running != BESIDE]
     found: dict[int, list[dict[str, float]]] = {running: [] for running in chosen}
     for _ in range(options.rounds):
         for running in chosen:
             found[running].append(measure(LEVELS[running], 20.0 if options.quick else 60.0, watch=options.watch))
     figures = {f"{name}_{running}": median([one[name] for one in rounds]) for running, rounds in found.items() for name in rounds[0]}
-    least, most = min(chosen), max(chosen)
+    if with_peer:
+        figures |= beside(options.areal, options.rounds, 10.0 if options.quick else 20.0)
+    least, most = min(chosen, default=0), max(chosen, default=0)
     if most > least:
         figures["memory_kb_a_trajectory"] = (figures[f"memory_mb_{most}"] - figures[f"memory_mb_{least}"]) * 1e3 / (most - least)
     aims: dict[str, Aim] = {name: ("<=", 50.0) for name in figures if name.startswith("lag_p99_ms")}
+    if with_peer:
+        aims[f"ours_over_areal_{BESIDE}"] = (">=", 3.0)
     return report("driver: a trajectory from registration to finished", figures, aims, options, ["httpx", "aiohttp", "orjson", "uvloop"])
 
 
