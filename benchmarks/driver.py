@@ -1,7 +1,7 @@
 """What a trajectory costs the driver from registration to finished: CPU microseconds with ledger, store and scores; and the loop's lag.
 
 A real service (`benchmarks.bound_service`: scripted trainer, paced engines) with a fixed number of trajectories running at once, at a
-pace that lets 100 or 200 of them end a second; the trainer takes half the time that would make it the slow side. At most 8,192 have a
+pace that lets some 100 of them end a second; the trainer takes half the time that would make it the slow side. At most 8,192 have a
 request open: with 32,768 some wait for a slot and the others for an environment that takes its time over their answer. CPU is the driver
 process's, with its threads (SQLite, the archive); lag is how late the event loop comes to a task that wants to run every 10 ms, own is
 the CPU time that the loop used in between, which other work on the machine does not change.
@@ -64,7 +64,7 @@ class Level:
 
 
 LEVELS = {
-    level.running: level for level in (Level(512, 512, 2, 100.0, 32), Level(4096, 4096, 2, 100.0, 32), Level(32768, 8192, 8, 200.0, 128))
+    level.running: level for level in (Level(512, 512, 2, 100.0, 32), Level(4096, 4096, 2, 100.0, 32), Level(32768, 8192, 8, 100.0, 128))
 }
 
 
