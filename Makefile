@@ -9,7 +9,7 @@ JOBS ?= 2
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: setup sglang areal test-sglang demo test test-all conformance selfcheck mutants kills chaos lint figures clean help
+.PHONY: setup mooncake sglang areal test-sglang demo test test-all conformance selfcheck mutants kills chaos lint figures clean help
 
 help:
 	@echo "make demo       a tiny model learns to sort digits, on this CPU, in a few minutes (SEED=0 ARGS='--set rollout.n=4')"
@@ -20,6 +20,7 @@ help:
 	@echo "make kills      engines killed, stopped and cut off at random while a run goes on (N=180 SEED=0; ENGINE=sglang N=20)"
 	@echo "make chaos      every process killed and stopped at every transition of the ledger, and at random (N=300 SEED=0; PART=3 alone)"
 	@echo "make sglang     a real SGLang server for this CPU, in an environment of its own   make test-sglang   its tests"
+	@echo "make mooncake   the store of many hosts, with the one system library it needs (MOONCAKE=mooncake-cuda on a machine with CUDA)"
 	@echo "make lint       ruff and mypy                   make figures    the benchmarks, quickly"
 
 setup: $(VENV)/.ready
@@ -29,6 +30,18 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "Headrace needs Python 3.11 or newer; install it, or say where: make PYTHON=/path/to/python3.11"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[trainer,demo,dev]'
+	@touch $@
+
+# The wheel for this machine (one of the two extras), and libibverbs1, without which it cannot be loaded.
+MOONCAKE ?= mooncake
+ASK_MOONCAKE = $(BIN)/python -P -c "from store.mooncake_client import installed; print(installed())"
+mooncake: $(VENV)/.mooncake
+	@echo "Mooncake $$($(ASK_MOONCAKE)) can be used"
+
+$(VENV)/.mooncake: $(VENV)/.ready store/mooncake_libraries.sh
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(MOONCAKE)]'
+	@$(ASK_MOONCAKE) >/dev/null 2>&1 || sh store/mooncake_libraries.sh $(VENV)/lib/mooncake-libraries
+	@$(ASK_MOONCAKE) >/dev/null
 	@touch $@
 
 sglang: $(SGLANG_VENV)/.ready

@@ -185,5 +185,5 @@ class Store(Protocol):
         ...
 
     def close(self) -> None:
-        """This process is done with it; what it put stays. A later verb raises Unavailable."""
+        """This process is done with it; what it put stays."""
         ...

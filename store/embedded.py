@@ -28,10 +28,9 @@ import numpy as np
 from store import parking
 from store.account import Account, Balance
 from store.base import Damaged, Exists, Full, Gone, Lease, Ref, StoreError, StoreStats, Unavailable, Value
-from store.format import PAGE_BYTES, aligned, encode, read_table, schema_version, view
+from store.format import PAGE_BYTES, aligned, encode, quoted, read_table, schema_version, view
 
 SCHEME = "tmpfs:"
-NAME_LIMIT_BYTES = 255
 FILES_WANTED = 65_536
 FREED_AT_ONCE = 64  # while the account is locked, and nobody can put: one or two milliseconds
 
@@ -286,14 +285,7 @@ class EmbeddedStore:
     # Checks
 
     def _path_of(self, key: str) -> Path:
-        if not isinstance(key, str) or not key:
-            raise ValueError(f"a key must be a non-empty string, not {key!r}")
-        name = quote(key, safe="")
-        if name.startswith("."):
-            name = "%2E" + name[1:]
-        if len(name) > NAME_LIMIT_BYTES:
-            raise ValueError(f"the key {key[:60]!r}… is {len(name)} bytes long once quoted, {NAME_LIMIT_BYTES} are allowed; shorten it")
-        return self._objects / name
+        return self._objects / quoted(key)
 
     def _check_ref(self, ref: Ref) -> None:
         if ref.location != self.location:

@@ -16,6 +16,7 @@ import struct
 import zlib
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import quote
 
 import msgspec
 import numpy as np
@@ -26,6 +27,7 @@ MAGIC = b"HEADRACE"
 VERSION = 2
 ALIGNMENT_BYTES = 64
 PAGE_BYTES = 4096
+NAME_LIMIT_BYTES = 255
 _PREAMBLE = struct.Struct("<8sIIQII")
 _PLAIN = ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64")
 _NUMPY_OF = {name: np.dtype(name).newbyteorder("<") for name in _PLAIN} | {"bfloat16": np.dtype("<u2")}
@@ -52,6 +54,18 @@ def aligned(size_bytes: int, to: int = ALIGNMENT_BYTES) -> int:
     return -(-size_bytes // to) * to
 
 
+def quoted(key: str) -> str:
+    """A key as a name without spaces, slashes or a leading dot; `urllib.parse.unquote` gives it back. Raises ValueError."""
+    if not isinstance(key, str) or not key:
+        raise ValueError(f"a key must be a non-empty string, not {key!r}")
+    name = quote(key, safe="")
+    if name.startswith("."):
+        name = "%2E" + name[1:]
+    if len(name) > NAME_LIMIT_BYTES:
+        raise ValueError(f"the key {key[:60]!r}… is {len(name)} bytes long once quoted, {NAME_LIMIT_BYTES} are allowed; shorten it")
+    return name
+
+
 def encode(columns: Mapping[str, Value]) -> tuple[bytes, list[tuple[int, np.ndarray]], int]:
     """The head (preamble and table), each column's array with its offset, and the object's length in bytes."""
     arrays: dict[str, tuple[str, np.ndarray]] = {}
@@ -73,6 +87,12 @@ def occupied_bytes(fields: Mapping[str, tuple[str, tuple[int, ...]]]) -> int:
             raise ValueError(f"column {name!r} has dtype {dtype!r}; use one of {', '.join(_NUMPY_OF)}")
         entries[name] = (dtype, np.broadcast_to(np.zeros((), _NUMPY_OF[dtype]), shape))
     return aligned(_lay_out(entries)[2], PAGE_BYTES)
+
+
+def head_bytes(buffer: Any) -> int:
+    """How many of an object's first bytes `read_table` looks at; what is no object is as long as its preamble."""
+    magic, _, table_bytes, _, _, _ = _PREAMBLE.unpack_from(buffer)
+    return _PREAMBLE.size + (table_bytes if magic == MAGIC else 0)
 
 
 def read_table(buffer: Any, size_bytes: int, source: str) -> list[Entry]:

@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from driver.batcher import choose, feasible
@@ -175,6 +175,7 @@ def live_sample(uid: int, deadline: int, states: str) -> Sample:
     return Sample(uid, 0, uid, 0, deadline - 2, deadline, trajectories)
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.integers(3, 6), st.sampled_from(["rrr", "rrr", "rRR", "rRd", "RRR", "RRd"])), min_size=1, max_size=12),
     st.integers(1, 6),

@@ -12,22 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from store import EmbeddedStore, Exists, Gone, Ref, Unavailable
+from store import EmbeddedStore, Gone, Ref, Unavailable
 from store.account import Account
 
 Child = subprocess.Popen[str]
 Spawn = Callable[..., Child]
-
-READER = """
-import sys, json
-from store import Ref, open_store
-ref = Ref.from_wire(json.loads(sys.argv[1]))
-lease = open_store(ref.location).open(ref)
-print(int(lease["a"].sum()), flush=True)
-sys.stdin.readline()
-print(int(lease["a"].sum()), flush=True)
-sys.stdin.readline()
-"""
 
 # Stops for ever at the named step of a put, so that it can be killed exactly there.
 WRITER = """
@@ -60,37 +49,6 @@ def say_line(child: Child) -> str:
     return child.stdout.readline().strip()
 
 
-def wire(ref: Ref) -> str:
-    return f'{{"key": "{ref.key}", "size_bytes": {ref.size_bytes}, "location": "{ref.location}"}}'
-
-
-def test_B3_free_while_another_process_reads_leaves_its_view_whole(store: EmbeddedStore, spawn: Spawn) -> None:
-    ref = store.put("k", {"a": np.arange(1000)})
-    reader = spawn(READER, wire(ref))
-    assert say_line(reader) == "499500"
-    store.free([ref])
-    with pytest.raises(Gone):
-        store.open(ref)
-    assert store.stats().used_bytes == ref.size_bytes
-    assert reader.stdin is not None
-    reader.stdin.write("\n")
-    assert say_line(reader) == "499500"
-
-
-@pytest.mark.parametrize("freed_first", [True, False])
-def test_B3_bytes_come_back_when_the_reader_is_killed(store: EmbeddedStore, spawn: Spawn, freed_first: bool) -> None:
-    ref = store.put("k", {"a": np.arange(1000)})
-    reader = spawn(READER, wire(ref))
-    say_line(reader)
-    if freed_first:
-        store.free([ref])
-    reader.kill()
-    reader.wait(10)
-    if not freed_first:
-        store.free([ref])
-    assert (store.stats().objects, store.stats().used_bytes) == (0, 0)
-
-
 @pytest.mark.parametrize("step", ["account", "write", "link"])
 def test_a_writer_killed_before_publishing_leaves_neither_object_nor_bytes(
     store: EmbeddedStore, root: Path, spawn: Spawn, step: str
@@ -121,67 +79,6 @@ def test_a_writer_killed_just_after_publishing_leaves_a_whole_object_counted_onc
     assert EmbeddedStore(root, 8 << 20).stats().used_bytes == ref.size_bytes
     store.free([ref])
     assert (store.stats().objects, store.stats().used_bytes) == (0, 0)
-
-
-def test_a_reader_that_races_puts_and_frees_is_never_shown_a_part(store: EmbeddedStore, root: Path, spawn: Spawn) -> None:
-    """Torn reads are impossible: whatever a racing reader sees under the key is the whole object."""
-    code = """
-import sys
-from pathlib import Path
-import numpy as np
-from store import EmbeddedStore
-store = EmbeddedStore(Path(sys.argv[1]))
-ref = None
-turn = 0
-while True:
-    turn += 1
-    if ref:
-        store.free([ref])
-    ref = store.put("hot", {"a": np.full(50_000, turn)})
-"""
-    writer = spawn(code, root)
-    seen: set[int] = set()
-    give_up = time.monotonic() + 30.0
-    while len(seen) < 20 and time.monotonic() < give_up:
-        try:
-            with store.open(Ref("hot", 1, store.location)) as lease:
-                values = np.unique(lease["a"])
-            assert len(values) == 1, "a torn read"
-            seen.add(int(values[0]))
-        except Gone:
-            continue
-    writer.kill()
-    assert len(seen) == 20
-
-
-def test_a_race_of_processes_for_one_key_has_one_winner(store: EmbeddedStore, root: Path, spawn: Spawn) -> None:
-    code = """
-import os, sys
-from pathlib import Path
-import numpy as np
-from store import EmbeddedStore, Exists
-store = EmbeddedStore(Path(sys.argv[1]))
-print("ready", flush=True)
-sys.stdin.readline()
-won = 0
-for turn in range(50):
-    try:
-        store.put(f"k{turn}", {"pid": np.int64(os.getpid())})
-        won += 1
-    except Exists:
-        pass
-print(won, flush=True)
-"""
-    racers = [spawn(code, root) for _ in range(2)]
-    for racer in racers:
-        say_line(racer)
-    for racer in racers:
-        assert racer.stdin is not None
-        racer.stdin.write("\n")
-    assert sum(int(say_line(racer)) for racer in racers) == 50
-    assert (store.stats().objects, store.stats().used_bytes) == (50, 50 * 4096)
-    with pytest.raises(Exists):
-        store.put("k0", {})
 
 
 def test_B2_capacity_is_shared_by_all_processes(root: Path, spawn: Spawn) -> None:
