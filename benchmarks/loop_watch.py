@@ -28,28 +28,28 @@ DEPTH = 14  # calls of a stack
 
 
 @contextmanager
-def watching(path: Path) -> Iterator[None]:
+def watching(path: Path) -> Iterator[Watch]:
     """To be entered in the loop's thread."""
-    watch = _Watch(path)
+    watch = Watch(path)
     beat = asyncio.create_task(watch.beat(), name="loop watch")
     thread = threading.Thread(target=watch.look, name="loop watch", daemon=True)
     gc.callbacks.append(watch.collects)
     thread.start()
     try:
-        yield
+        yield watch
     finally:
         gc.callbacks.remove(watch.collects)
         watch.over.set()
         beat.cancel()
 
 
-class _Watch:
+class Watch:
     def __init__(self, path: Path) -> None:
         self.over = threading.Event()
         self._path = path
         self._thread = threading.get_ident()
         self._beat_s = time.monotonic()
-        self._stacks: Counter[str] = Counter()
+        self.stacks: Counter[str] = Counter()
         self._collections: list[dict[str, float]] = []
         self._began_s = 0.0
 
@@ -60,7 +60,7 @@ class _Watch:
                 self._beat_s = began_s
                 await asyncio.sleep(BEAT_S)
                 stop_s = time.monotonic() - began_s - BEAT_S
-                stacks, self._stacks = self._stacks, Counter()
+                stacks, self.stacks = self.stacks, Counter()
                 collections, self._collections = self._collections, []
                 if stop_s > LATE_S:
                     cpu_ms, all_ms = (time.thread_time() - used_s) * 1e3, (time.process_time() - all_used_s) * 1e3
@@ -74,7 +74,7 @@ class _Watch:
             if time.monotonic() - self._beat_s > BEAT_S + LATE_S:
                 frame = sys._current_frames().get(self._thread)
                 if frame is not None:
-                    self._stacks[_words(frame)] += 1
+                    self.stacks[_words(frame)] += 1
 
     def collects(self, phase: str, info: dict[str, int]) -> None:
         if phase == "start":
