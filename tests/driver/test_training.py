@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -132,14 +131,19 @@ async def test_O3_the_loop_goes_on_while_the_rows_of_a_commit_are_freed():
 
 async def test_W1_a_commit_that_is_abandoned_has_let_go_of_the_store():
     """What comes next parks the rows, or takes the store away."""
-    began, freed = threading.Event(), threading.Event()
+    began, may_end, freed = threading.Event(), threading.Event(), threading.Event()
 
     def free(refs: Any) -> None:
         began.set()
-        time.sleep(0.05)
+        assert may_end.wait(30)
         freed.set()
 
     training, training._recording = await commits(free)
     assert await asyncio.to_thread(began.wait, 30)
-    await training.abandon()
+    abandoning = asyncio.create_task(training.abandon())
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not abandoning.done()
+    may_end.set()
+    await abandoning
     assert freed.is_set() and training._recording.cancelled()
