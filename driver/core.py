@@ -22,6 +22,7 @@ from driver.limits import Limits, load_limits, save_limits
 from driver.lost_time import LostTime
 from driver.measured import Measured
 from driver.settings import RunConfig
+from driver.store_gate import StoreGate
 from store import Store
 
 log = logging.getLogger("headrace.core")
@@ -102,6 +103,9 @@ class Core:
     started: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
+        self.gate = StoreGate(self.store, elsewhere=self.config.store_kind == "mooncake", capacity_bytes=self.config.store.capacity_bytes)
+        if self.gate.elsewhere:
+            self.gate.shut("it is being started")
         self.limits = load_limits(self.db, self._configured)
 
     @property

@@ -88,8 +88,6 @@ class Dispatch:
         self.tokens_sampled = 0
         self.cut_tokens = 0  # sampled for trajectories that the staleness preset discarded
         self._weights_bytes = weights_bytes(core.config.model.path, core.config.trainer.dtype)
-        self._store_seen_at = time.monotonic()
-        self._store_room_bytes = core.store.room_bytes()
         self._worked: dict[int, list[float]] = {}  # of live samples: what each of their trajectories took that lost no request
 
     # ---- the loop ------------------------------------------------------------------------------------------------------
@@ -130,8 +128,9 @@ class Dispatch:
                 await self._bell.wait(1.0)
 
     def enqueue(self, sample: Sample) -> None:
-        """What is running of this sample and has no task: after a restart, or because its rows were lost."""
-        self._queue.extend((sample, t) for t in sample.in_state(RUNNING) if t.traj_uid not in self._tasks)
+        """What is running of this sample, has no task and does not wait for one: after a restart, or because its rows were lost."""
+        waits = {t.traj_uid for _, t in self._queue}
+        self._queue.extend((sample, t) for t in sample.in_state(RUNNING) if t.traj_uid not in self._tasks and t.traj_uid not in waits)
 
     def cut(self, sample: Sample, reason: str) -> None:
         """Discard what is running of a sample: its requests are aborted and their slots free, its rows go, and its siblings are settled."""
@@ -233,6 +232,8 @@ class Dispatch:
         core, ledger, config = self._core, self._core.ledger, self._core.config
         if core.draining is not None:
             return "draining", f"no new samples: {core.draining}"
+        if core.gate.reason is not None:
+            return "store", f"the store is away: {core.gate.reason}"
         if core.feed.next_place(ledger.cursor) is None:
             if not core.feed.datasets():
                 return "data", "no dataset was submitted yet (headrace submit FILE)"
@@ -280,11 +281,7 @@ class Dispatch:
 
     def _store_free_bytes(self, reserved_bytes: int) -> int:
         """Room for rows of samples not yet registered (B2). The store is asked at most five times a second."""
-        now = time.monotonic()
-        if now - self._store_seen_at > 0.2:
-            self._store_seen_at = now
-            self._store_room_bytes = self._core.store.room_bytes()
-        return self._store_room_bytes - reserved_bytes - 2 * self._weights_bytes
+        return self._core.gate.room_bytes() - reserved_bytes - 2 * self._weights_bytes
 
     # ---- one trajectory ------------------------------------------------------------------------------------------------
 
@@ -329,7 +326,7 @@ class Dispatch:
                 retry(core, trajectory, "data" if error.data else "infrastructure", str(error))
         reward = sum(leaf.score for leaf in leaves) / len(leaves)
         if trajectory.state != RUNNING:  # its sample was discarded meanwhile
-            core.store.free([Ref.from_wire(ref) for leaf in leaves for ref in leaf.refs])
+            core.gate.free([Ref.from_wire(ref) for leaf in leaves for ref in leaf.refs])
             return
         core.apply(
             TrajectoryReady(
@@ -387,16 +384,21 @@ class Dispatch:
         name = f"{trajectory.traj_uid}a{trajectory.infrastructure_attempts + trajectory.data_attempts:04d}"
         rows = [row_columns(leaf, config.rollout.sampling.temperature) for leaf in leaves]
         refs: list[Ref] = []
+        epoch, rollout = core.gate.epoch, packed(rows)
         try:
-            refs.append(core.store.put(f"{core.run_id}/{name}/rollout", packed(rows)))
+            refs.append(await core.gate.put(f"{core.run_id}/{name}/rollout", rollout))
             jobs = [self._job(row, f"{name}l{number:04d}", leaf) for number, leaf in enumerate(leaves)]
             results: list[Any] = await asyncio.gather(*map(self._scoring.score, jobs), return_exceptions=True)
             for failure in filter(lambda result: isinstance(result, BaseException), results):
                 raise failure
             reward = reward_columns([(result.score, result.is_correct) for result in results])
-            refs.append(core.store.put(f"{core.run_id}/{name}/reward", reward))
+            refs.append(await core.gate.put(f"{core.run_id}/{name}/reward", reward))
+            while epoch != core.gate.epoch:  # the store was lost meanwhile, and with it what had been put
+                epoch, refs = core.gate.epoch, []
+                for hop, columns in (("rollout", rollout), ("reward", reward)):
+                    refs.append(await core.gate.put(f"{core.run_id}/{name}~{epoch}/{hop}", columns))
         except BaseException:
-            core.store.free(refs)
+            core.gate.free(refs)
             raise
         rollout_wire, reward_wire = (ref.to_wire() for ref in refs)
         return [
@@ -455,7 +457,7 @@ class Dispatch:
         self._core.apply(SampleDiscarded(uid=sample.uid, reason=reason, time=time.time(), filtered_from=filtered_from))
         for trajectory in ready:
             self._on_discarded(sample, trajectory)
-        self._core.store.free([Ref.from_wire(ref) for t in ready for leaf in t.leaves for ref in leaf.refs])
+        self._core.gate.free([Ref.from_wire(ref) for t in ready for leaf in t.leaves for ref in leaf.refs])
 
 
 def reward_columns(scores: Sequence[tuple[float, bool | None]]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from driver.config import ConfigError, load_config, weights_bytes
+from driver.mooncake import absent, gives_bytes, lacking, room_bytes
 from driver.planned import plan_of
 from driver.planner import PlanError
 from driver.settings import RunConfig
@@ -26,6 +27,7 @@ from rollout.capabilities import TRIED
 from rollout.client import EngineClient, make_http
 from rollout.router import RouterClient
 from rollout.sglang.spec import SglangSpec, has_cuda_device, located, version_of
+from store.mooncake_client import installed
 
 SHARED_MEMORY = Path("/dev/shm")
 TRAINER_PACKAGES = ("torch", "megatron-core", "mbridge", "transformers", "safetensors")
@@ -54,6 +56,7 @@ def examine(path: Path | None, overrides: list[str]) -> list[Finding]:
         except ConfigError as error:
             findings.append(Finding("configuration", "missing", str(error)))
     findings += [_trainer(config), _gpu(), _transformer_engine(), _sglang(config), _shared_memory(config), _files(config), _cores(config)]
+    findings.append(_mooncake(config))
     if config is not None:
         findings.append(_plan(config))
     if config is not None and (config.rollout.engine_urls or config.rollout.router_url):
@@ -166,7 +169,7 @@ def _shared_memory(config: RunConfig | None) -> Finding:
     words = f"{free / 2**30:.1f} GiB free in {SHARED_MEMORY}"
     if config is None:
         return Finding("shared memory", "ok", words)
-    needed = config.store.capacity_bytes
+    needed = config.store.capacity_bytes if config.store_kind == "embedded" else room_bytes(gives_bytes(config))
     if config.transport == "tensor":  # a push's copy, in torch's form
         needed += weights_bytes(config.model.path, config.trainer.dtype)
     if free < needed:
@@ -176,6 +179,15 @@ def _shared_memory(config: RunConfig | None) -> Finding:
             f"{words}, {needed / 2**30:.1f} needed; enlarge it (Docker: --shm-size), or lower store.capacity_bytes",
         )
     return Finding("shared memory", "ok", f"{words}, {needed / 2**30:.1f} needed")
+
+
+def _mooncake(config: RunConfig | None) -> Finding:
+    if config is not None and config.store_kind == "mooncake":
+        missing = lacking(config)
+        others = f"; on {', '.join(config.hosts)} an owner is started by hand (README, Many machines)" if config.hosts else ""
+        return Finding("Mooncake", "missing" if missing else "ok", "; ".join(missing) or f"{installed()}{others}")
+    missing = absent()
+    return Finding("Mooncake", "absent" if missing else "ok", "; ".join(missing) or installed())
 
 
 def _files(config: RunConfig | None) -> Finding:

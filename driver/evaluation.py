@@ -203,6 +203,7 @@ class Evaluator:
             if held is None or not lacking:
                 await bell.wait(1.0)
                 continue
+            await self._core.gate.usable()
             try:
                 await self._pusher.push_all(held)
             except SnapshotGone as error:

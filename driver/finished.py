@@ -17,8 +17,10 @@ from driver.datasets import DataRow
 from driver.ledger import Sample, Trajectory, traj_uid_of
 from rollout.answer import Generation
 from rollout.tokens import TokenizerView
-from store import Gone, Ref
+from store import Gone, Ref, Unavailable
 from store.rows import row_of
+
+AGAIN_S = 0.2
 
 
 class Finished:
@@ -32,7 +34,16 @@ class Finished:
     async def committed(self, samples: list[Sample], outcome: str, reason: str | None) -> None:
         """Text, tokens and lineage of trajectories about to be finished, durable before the ledger says so."""
         done = [(s, s.in_state("consumed")) for s in samples]
-        await asyncio.to_thread(self._write, done, outcome, reason)
+        gate = self._core.gate
+        while True:
+            await gate.usable()
+            try:
+                return await asyncio.to_thread(self._write, done, outcome, reason)
+            except Unavailable as error:
+                if not gate.elsewhere:
+                    raise
+                gate.doubt(str(error))  # what was appended is appended again, and readers keep the last
+                await asyncio.sleep(AGAIN_S)
 
     def _write(self, done: list[tuple[Sample, list[Trajectory]]], outcome: str, reason: str | None) -> None:
         for sample, trajectories in done:
@@ -43,8 +54,8 @@ class Finished:
 
     def discarded(self, sample: Sample, trajectory: Trajectory) -> None:
         """To be written with the next flush: see `Archive.due`."""
-        row = self._core.feed.row(sample.segment, sample.row_index)
-        self.archive.append(self._row(sample, row, trajectory, "discarded", trajectory.reason))
+        row, reason = self._core.feed.row(sample.segment, sample.row_index), trajectory.reason
+        self._core.gate.behind(lambda: self.archive.append(self._row(sample, row, trajectory, "discarded", reason)))
 
     def _row(self, sample: Sample, row: DataRow, trajectory: Trajectory, outcome: str, reason: str | None) -> FinishedTrajectory:
         leaf = trajectory.leaves[0] if trajectory.leaves else None
@@ -162,4 +173,4 @@ class Finished:
 
     def free(self, trajectories: list[Trajectory]) -> None:
         """Their rows go."""
-        self._core.store.free(Ref.from_wire(ref) for t in trajectories for leaf in t.leaves for ref in leaf.refs)
+        self._core.gate.free(Ref.from_wire(ref) for t in trajectories for leaf in t.leaves for ref in leaf.refs)

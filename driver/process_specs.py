@@ -50,7 +50,7 @@ class Specs:
             return self.engine(role.process, placement.index, placement.devices)
         if role.own:
             return self._own(placement)
-        return {"trainer": self.trainer, "reward": self.reward, "courier": self.courier}[role.name]()
+        return {"trainer": self.trainer, "reward": self.reward, "courier": self.courier, "store": self.store}[role.name]()
 
     def _spec(
         self, role: str, index: int, build: object, env: dict[str, str] | None = None, start_deadline_s: float = START_DEADLINE_S
@@ -184,6 +184,16 @@ class Specs:
             return self._module("trainer.courier", "--spec", self._write("courier-0", spec.model_dump_json()))
 
         return self._spec("courier", 0, build)
+
+    def store(self) -> ProcessSpec:
+        """It imports no torch, and is there in a second or two."""
+        place = self._run.run_store.place
+        assert place is not None
+
+        def build(incarnation: int, port: int) -> list[str]:
+            return self._module("store.mooncake_owner", *place.owner(port))
+
+        return self._spec("store", 0, build, start_deadline_s=60.0)
 
     def _own(self, placement: Placement) -> ProcessSpec:
         """A process of a user's role. It sees the GPUs it was placed on and no others."""

@@ -38,7 +38,7 @@ from driver.outside import Outside
 from driver.planned import plan_of
 from driver.planner import Plan
 from driver.process_specs import Specs
-from driver.roles import configured
+from driver.roles import STORE, configured
 from driver.scale import TRAINER, Leaving, NotScalable, Scaled, Wanted
 from reward.client import RewardClient, RewardUnavailable
 from rollout.answer import EngineError
@@ -80,14 +80,21 @@ class Processes:
         self.hand_over: frozenset[str] = frozenset()  # roles whose processes outlive this run
         self.released: list[LocalProcess] = []
 
-    async def run(self) -> None:
-        """Starts everything; then only the launcher's own failure, or a role that nothing can do without, ends it (by raising)."""
+    async def begin(self) -> None:
+        """The plan, and of its processes the one that holds the store: before anything reads it. StartFailed, PlanError."""
         self._directory.mkdir(parents=True, exist_ok=True)
         self._lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._launcher = LocalLauncher(self._on_event)
         self.plan = plan_of(self._config, self.wanted.counts, others=self._run.beside())
         for warning in self.plan.warnings:
             log.warning("plan: %s", warning)
+        for placement in self.plan.processes.values():
+            if placement.role.name == STORE:
+                await self._first_start(await self._launcher.start(self.specs.of(placement)))
+
+    async def run(self) -> None:
+        """Starts everything else; then only the launcher's own failure, or a role that nothing can do without, ends it (by raising)."""
+        assert self._launcher is not None
         self._run.own_roles.open(self.plan)
         await self._converge()
         taken, self.taken = self.taken, []
@@ -129,7 +136,7 @@ class Processes:
         return True
 
     async def stop(self) -> None:
-        """End all processes but those of the roles to hand over, which are `released`."""
+        """End all processes but those of the roles to hand over, which are `released`, and the store's."""
         self._stopping = True
         for asking in self._asking:
             asking.cancel()
@@ -142,6 +149,12 @@ class Processes:
             found = [launcher.processes[name] for name in sorted(self.plan.processes.keys() & launcher.processes.keys())]
             ready = [process.spec.name for process in found if process.spec.role in self.hand_over and process.state == "ready"]
             self.released = [launcher.release(name) for name in ready]
+        if launcher is not None:
+            ending = [process for process in launcher.processes.values() if process.spec.role != STORE]
+            await asyncio.gather(*(process.stop(STOP_DEADLINE_S) for process in ending))
+
+    async def stop_store(self) -> None:
+        """The last: what is to be kept of it has been."""
         if self._launcher is not None:
             await self._launcher.stop(STOP_DEADLINE_S)
 
@@ -306,6 +319,8 @@ class Processes:
                 self._ask(self._resize(reward), "reward workers")  # it may have been told another number, or be of the run before
             elif event.role == "courier":
                 self._run.courier.attach(event.url, event.incarnation)
+            elif event.role == STORE:
+                self._run.store_watch.up(name)
             elif event.role in self._config.roles:
                 self._run.own_roles.attach(event.role, event.index, event.url)
             else:
@@ -402,6 +417,8 @@ class Processes:
             self._run.scoring.detach(event.reason)
         elif event.role == "courier":
             self._run.courier.detach()
+        elif event.role == STORE:
+            self._run.store_watch.down(name, event.reason)
         elif event.role in self._config.roles:
             self._run.own_roles.detach(name, event.reason.splitlines()[0])
             state = "is out of use" if isinstance(event, Quarantined) else "starts again"
@@ -409,7 +426,7 @@ class Processes:
             self._core.waiting(f"role {event.role}", f"{name} {state}: {event.reason.splitlines()[0]}{remedy}")
         else:
             self._run.training.detach(event.reason)
-        if isinstance(event, Quarantined) and event.role in ("trainer", "reward", "courier"):
+        if isinstance(event, Quarantined) and event.role in ("trainer", "reward", "courier", STORE):
             self._fail(event.reason)
 
     def last_incarnation(self, name: str) -> int:

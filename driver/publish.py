@@ -72,6 +72,7 @@ class Publisher:
             if self._newest is None or not self.pending:
                 await self._bell.wait(1.0)
                 continue
+            await self._core.gate.usable()
             snapshot = self._pushing = self._newest
             began = time.monotonic()
             outcomes = await self._push(snapshot)
@@ -108,7 +109,7 @@ class Publisher:
     def _free(self, snapshot: Snapshot) -> None:
         """Free what no snapshot still in use holds. By key: a trainer that came back makes the same version under the same keys."""
         used = {bucket["key"] for s in self._in_use() for bucket in s.buckets}
-        self._core.store.free(Ref.from_wire(bucket) for bucket in snapshot.buckets if bucket["key"] not in used)
+        self._core.gate.free(Ref.from_wire(bucket) for bucket in snapshot.buckets if bucket["key"] not in used)
 
     def _in_use(self) -> list[Snapshot]:
         return [s for s in (self._newest, self._kept, self._pushing, *self._held) if s is not None]
@@ -129,4 +130,4 @@ class Publisher:
         done = {bucket["key"]: bucket for s in self._in_use() for bucket in s.buckets}
         self._newest = self._kept = self._pushing = None
         self._held = ()
-        self._core.store.free(Ref.from_wire(bucket) for bucket in done.values())
+        self._core.gate.free(Ref.from_wire(bucket) for bucket in done.values())

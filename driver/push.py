@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from driver.agreement import Agreements
 from driver.release import Release
 from driver.snapshot import MadeTokens, PushRefused, Snapshot
+from driver.store_gate import StoreGate
 from driver.transport import Parcel, StoreTransport, Transports
 from rollout.answer import EngineError, Prefix
 from rollout.client import EngineClient
@@ -56,8 +57,10 @@ class Pusher:
         replace: Callable[[EngineSlot, str], Awaitable[None]],
         transports: Transports | None = None,
         agreements: Agreements | None = None,
+        gate: StoreGate | None = None,
     ) -> None:
         self._pool = pool
+        self._gate = gate
         self._transports = transports or Transports("auto", {"store": StoreTransport})
         self._agreements = agreements or Agreements()
         self._deadline_s = deadline_s
@@ -79,8 +82,10 @@ class Pusher:
             return list(await asyncio.gather(*(self.push(slot, snapshot, parcels[slot.engine_id]) for slot in slots)))
 
     async def push(self, slot: EngineSlot, snapshot: Snapshot, parcel: Parcel) -> Outcome:
-        """One engine, one retry, then quarantine. Restartable from any point with the same end."""
+        """One engine, one retry, then quarantine. Restartable from any point with the same end. While the store is away no engine is at
+        fault: it stays shut, and is pushed to when the weights can be read again."""
         began = time.monotonic()
+        epoch = None if self._gate is None else self._gate.epoch
         reason = "unknown"
         decided: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._pushing[slot.engine_id] = (str(snapshot.label(slot.life)), decided)
@@ -101,11 +106,13 @@ class Pusher:
                     reason = str(error) or left
                     log.warning("push of version %d to %s failed (attempt %d): %s", snapshot.version, slot.engine_id, attempt, reason)
                     slot.push_error = error
-                    if slot.state == "gone" or isinstance(error, MadeTokens):
+                    if slot.state == "gone" or isinstance(error, MadeTokens) or self._store_is_away(epoch):
                         break
                     if attempt == 1:
                         await asyncio.sleep(AGAIN_S)
-            if slot.state not in ("quarantined", "gone"):  # where it is, somebody else has found it hanging
+            if slot.state == "shut" and self._store_is_away(epoch):
+                slot.verified = None  # it may hold a part of the new weights, and its update may be open
+            elif slot.state not in ("quarantined", "gone"):  # where it is, somebody else has found it hanging
                 self._pool.quarantine(slot, f"push of version {snapshot.version} failed: {reason}")
                 await self._replace(slot, f"push of version {snapshot.version} failed: {reason}")
             return Outcome(slot.engine_id, False, time.monotonic() - began, None, reason)
@@ -113,6 +120,10 @@ class Pusher:
             if self._pushing.get(slot.engine_id, ("", None))[1] is decided:
                 del self._pushing[slot.engine_id]
             decided.set_result(None)
+
+    def _store_is_away(self, epoch: int | None) -> bool:
+        """Or was, since the push began."""
+        return self._gate is not None and (self._gate.reason is not None or self._gate.epoch != epoch)
 
     async def leave(self, slot: EngineSlot) -> bool:
         """An engine that goes on without us: not paused, and not under the name of weights that it may hold in part. Never raises; False

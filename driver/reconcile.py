@@ -14,11 +14,14 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
+
 from driver.core import Core
 from driver.events import Found, Restarted, RowsLost, TrajectoryRetried
 from driver.ledger import CONSUMED, Sample
 from driver.prefix_log import PrefixLog
 from driver.row_snapshot import RowSnapshot, wanted_keys
+from driver.store_gate import moved
 from store import Store, StoreError
 
 log = logging.getLogger("headrace.reconcile")
@@ -33,6 +36,7 @@ def reconcile(core: Core, store: Store, settle: Callable[[Sample], None], prefix
     the first start. CannotContinue."""
     ledger, config = core.ledger, core.config
     continued = ledger.next_uid > 0
+    _move(core, store.location)
     sources = _find_rows(core, store, snapshot, config.directory / "parked")
     nowhere = [ledger.trajectory(traj_uid) for traj_uid, source in sources.items() if source == "again"]
     lost = [t for t in nowhere if t is not None and t.state != CONSUMED]
@@ -83,6 +87,20 @@ def reconcile(core: Core, store: Store, settle: Callable[[Sample], None], prefix
         len(orphans),
     )
     return found
+
+
+def _move(core: Core, location: str) -> None:
+    """The store may be another one than in the run's last life: what comes back from disk comes into this one."""
+    for trajectory in (t for s in core.ledger.samples.values() for t in s.trajectories):
+        trajectory.leaves = tuple(
+            msgspec.structs.replace(
+                leaf,
+                rollout=moved(leaf.rollout, location),
+                reward=moved(leaf.reward, location),
+                extras=None if leaf.extras is None else moved(leaf.extras, location),
+            )
+            for leaf in trajectory.leaves
+        )
 
 
 def _find_rows(core: Core, store: Store, snapshot: RowSnapshot, parked: Path) -> dict[str, str]:

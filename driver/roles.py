@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from driver.config import weights_bytes
+from driver.mooncake import gives_bytes, room_bytes, starts_owner
 from driver.settings import RunConfig
 from driver.settings_roles import ANY, RoleConfig
 
@@ -84,6 +85,8 @@ TRAINER_BYTES = 400 * MiB
 RANK_BYTES = 420 * MiB
 REWARD_WORKER_BYTES = 75 * MiB  # with its share of the service, when it is the only one
 COURIER_BYTES = 300 * MiB  # torch, as an engine
+OWNER_BYTES = 150 * MiB  # with its master, beside the memory that it gives
+STORE = "store"
 RANK_COPIES = 6  # in float32: weights, gradients, two moments, and as much again while a snapshot or checkpoint is made
 ENGINE_COPIES = 2  # the weights, and those that arrive
 
@@ -164,6 +167,9 @@ def builtin(config: RunConfig, counts: Mapping[str, int], gpus: int) -> list[Rol
                 start_together=False,
             )
         )
+    if config.store_kind == "mooncake" and starts_owner(config):
+        owns = Resources(host_memory_bytes=OWNER_BYTES + room_bytes(gives_bytes(config)))
+        roles.append(Role(STORE, "store.mooncake_owner", owns, process=STORE, start_together=False))
     if config.needs_courier:
         courier = Resources(host_memory_bytes=COURIER_BYTES + weights)
         roles.append(Role("courier", "trainer.courier", courier, subscribes=(Subscription("weights", "latest"),), process="courier"))

@@ -15,7 +15,7 @@ import contextlib
 import errno
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import orjson
@@ -47,9 +47,11 @@ from driver.push import Pusher
 from driver.reconcile import CannotContinue, reconcile
 from driver.routing import Routing
 from driver.row_snapshot import RowSnapshot
+from driver.run_store import RunStore
 from driver.scoring import Scoring
 from driver.settings import RunConfig
 from driver.snapshot import PushImpossible, Snapshot
+from driver.store_watch import StoreWatch
 from driver.stream_db import StreamError
 from driver.training import CheckpointMissing, Training
 from driver.transport import Transports
@@ -59,7 +61,7 @@ from rollout.client import make_http
 from rollout.pool import EnginePool
 from rollout.router import RouterClient
 from rollout.tokens import TokenizerView
-from store import EmbeddedStore, StoreError, StoreStats
+from store import StoreStats, Unavailable
 from trainer.client import TrainerRefused
 
 log = logging.getLogger("headrace.run")
@@ -85,8 +87,8 @@ class Run:
         self.log_directory.mkdir(exist_ok=True)
         db = LedgerDB(config.directory / "ledger.sqlite")
         ledger = db.load()
-        store = EmbeddedStore(config.store_directory, config.store.capacity_bytes)
-        store.claim()
+        self.run_store = RunStore(config)
+        store = self.run_store.store
         feed = Feed(db, seed=config.seed, shuffle=config.shuffle, passes=config.stop.epochs)
         self.core = Core(config, ledger, db, feed, store)
         self.store = store
@@ -171,8 +173,8 @@ class Run:
         self.history = History(self)
         self.dispatch.judge.pause = self.pause
         self.curriculum = Curriculum(self, config.curriculum) if config.curriculum is not None else None
+        self.store_watch = StoreWatch(self.core, self.snapshot, again=self.dispatch.enqueue)
         self._stop = asyncio.Event()
-        self._store_gone = False
 
     def _pusher_of(self, pool: EnginePool) -> Pusher:
         return Pusher(
@@ -181,6 +183,7 @@ class Run:
             logprob_tolerance=self.config.logprob_tolerance,
             replace=lambda slot, reason: self.processes.replace(slot.engine_id, reason),
             transports=self.transports,
+            gate=self.core.gate,
         )
 
     def _offer(self, snapshot: Snapshot) -> None:
@@ -197,9 +200,10 @@ class Run:
             await self._wind_down()
             return
         try:
+            await self.run_store.open(self)
             self.found = reconcile(self.core, self.store, self.dispatch.settle, self.prefixes, self.snapshot)
             self._cut_evaluation("evaluation: the driver was restarted")
-        except (CannotContinue, LedgerError, OSError) as error:
+        except (CannotContinue, LedgerError, StartFailed, PlanError, Unavailable, OSError) as error:
             self.failure, self.state = str(error), "failed"
             await self._wind_down()
             return
@@ -220,6 +224,7 @@ class Run:
                 *([("routing", self.routing.run())] if self.routing is not None else []),
                 *([("prefix log", self.prefixes.run())] if rollout.prefix_log_every_s is not None else []),
                 *([("snapshot", self.snapshot.run())] if self.snapshot.every_s is not None else []),
+                *([("store", self.store_watch.run())] if self.run_store.place is not None else []),
                 *([("curriculum", self.curriculum.run())] if self.curriculum is not None else []),
             )
         ]
@@ -326,7 +331,11 @@ class Run:
         with contextlib.suppress(OSError):  # it is missed by the model only
             whatif_facts.keep(core.measured, self.config.directory)
         self.history.metrics.close()
-        self._keep_rows()
+        await core.gate.settle(self.config.stop_deadline_s)
+        await self._in_time(core.gate.ask(self._keep_rows))
+        core.gate.close()
+        self.store_watch.close()
+        await self.processes.stop_store()
         await self.http.aclose()
         if self.failure:
             self.state = "failed"
@@ -336,30 +345,28 @@ class Run:
         for side in list(core.waits):
             core.waiting(side, None)
 
+    async def _in_time(self, keeping: Awaitable[None]) -> None:
+        """A store that hangs does not keep the run from ending."""
+        try:
+            async with asyncio.timeout(self.config.stop_deadline_s):
+                await keeping
+        except TimeoutError:
+            self.failure = (
+                self.failure or f"{self.run_store.store.location} has not given its rows within {self.config.stop_deadline_s:g} s"
+            )
+
     def _keep_rows(self) -> None:
         """What the ledger on disk may still speak of goes to disk too; where it can not, it stays in shared memory for the next start."""
-        if self.core.ledger.ended is None or self.core.db.failure:
-            parked = self.config.directory / "parked"
-            try:
-                kept = self.store.park(parked)
-            except (OSError, StoreError) as error:
-                self.failure = self.failure or f"the ready rows can not be kept in {parked}: {error}; free space there"
-                log.warning(
-                    "the ready rows stay in %s: %s; a start finds them there, unless the host is restarted before",
-                    self.store.location,
-                    error,
-                )
-                return
-            log.info("%d objects are kept in %s for the next start", kept, parked)
-        self.store.remove()
-        self._store_gone = True
+        wanted = self.core.ledger.ended is None or self.core.db.failure
+        failure = self.run_store.keep(self.config.directory / "parked" if wanted else None)
+        self.failure = self.failure or failure
 
     def close(self) -> None:
         """Let go of the ledger."""
         self.core.db.close()
 
     def store_stats(self) -> StoreStats:
-        return StoreStats(0, 0, self.config.store.capacity_bytes) if self._store_gone else self.store.stats()
+        return self.run_store.stats(self)
 
     # ---- commands ------------------------------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from driver.settings_data import CurriculumConfig, DataConfig, FilterConfig
 from driver.settings_evaluation import EvaluationConfig
 from driver.settings_roles import NAME as ROLE_NAME
 from driver.settings_roles import RoleConfig, check_names
+from driver.settings_store import Kind, StoreConfig
 from rollout.address import bare_host, checked_url, is_loopback
 from rollout.sglang.spec import SglangSpec
 from trainer.layout import misplaced, nothing_to_offload
@@ -325,18 +326,6 @@ class StopConfig(_Section):
     reward_window: int = Field(5, ge=1)
 
 
-class StoreConfig(_Section):
-    backend: Literal["embedded"] = "embedded"
-    directory: Path | None = Field(None, description="default /dev/shm/headrace-UID-RUN; must be a memory file system")
-    capacity_bytes: int = Field(1 << 30, ge=1 << 20)
-    snapshot_every_s: float | None = Field(
-        None,
-        gt=0,
-        description="ready and consumed rows are copied to RUN_DIR/rows.sqlite this often, for a host that goes down; null: after that "
-        "they are generated again",
-    )
-
-
 class ServiceConfig(_Section):
     host: str = "127.0.0.1"
     port: int = Field(8700, ge=0, le=65535, description="0: any free port, written to RUN_DIR/service.json")
@@ -400,6 +389,7 @@ class RunConfig(_Section):
     push: PushConfig = PushConfig()
     stop: StopConfig = StopConfig()
     store: StoreConfig = StoreConfig()
+    hosts: list[str] = Field([], description="machines beside this one that read or write the run's rows, by name or address")
     service: ServiceConfig = ServiceConfig()
     roles: dict[Annotated[str, Field(pattern=ROLE_NAME)], RoleConfig] = Field({}, description="your own processes; see examples/own_role")
     evaluation: EvaluationConfig | None = Field(None, description="a held-out set, scored at chosen versions; null: none")
@@ -436,6 +426,11 @@ class RunConfig(_Section):
     @property
     def store_directory(self) -> Path:
         return self.store.directory or Path(f"/dev/shm/headrace-{os.getuid()}-{self.run_id}")
+
+    @property
+    def store_kind(self) -> Kind:
+        """On several hosts it is Mooncake unless the configuration says otherwise."""
+        return self.store.kind or ("mooncake" if self.hosts else "embedded")
 
     @property
     def transport(self) -> str:
@@ -482,6 +477,8 @@ class RunConfig(_Section):
     def _whole(self) -> RunConfig:
         if not (self.rollout.engines or self.rollout.engine_urls or self.service.engine_hosts):
             raise ValueError("rollout.engines is 0 and there is no other engine: give rollout.engine_urls, or service.engine_hosts")
+        if why := self.store.misfit(self.store_kind):
+            raise ValueError(f"store: {why}")
         if self.rollout.min_group > self.rollout.n:
             raise ValueError(f"rollout.min_group ({self.rollout.min_group}) exceeds rollout.n ({self.rollout.n}): lower it to that")
         if self.staleness.preset == "partial" and not self.rollout.min_group <= self.partial_k < self.rollout.n:

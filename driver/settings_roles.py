@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_serial
 from driver.schema import check_schema
 
 ANY = "any"
-TAKEN = frozenset(("driver", "feed", "rollout", "engine", "reward", "batcher", "trainer", "courier", "evaluator"))
+TAKEN = frozenset(("driver", "feed", "rollout", "engine", "reward", "batcher", "trainer", "courier", "evaluator", "store"))
 NAME = r"^[a-z][a-z0-9_]{0,31}$"
 
 

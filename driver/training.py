@@ -28,13 +28,16 @@ from driver.events import BatchApplied, BatchAssembled, BatchUnmade, EpochBegan,
 from driver.holds import Holds
 from driver.ledger import DISCARDED, TRAINED, Sample
 from driver.snapshot import Snapshot
-from store import Gone, Ref, TensorForm
+from driver.store_gate import moved
+from store import Gone, Ref, TensorForm, Unavailable
 from trainer.checkpoints import newest
 from trainer.client import TrainerClient, TrainerLost, TrainerRefused
 from trainer.wire import MiniBatch, TrainReport, WireRef
 from trainer.wire import PlanRow as WireRow
 
 log = logging.getLogger("headrace.training")
+STORE_STATUS = (410, 507)  # the trainer's answers when it can not read a row, or not write its weights
+STORE_TRIES = 10
 
 
 class CheckpointMissing(RuntimeError):
@@ -72,6 +75,10 @@ class Training:
         self._lost = asyncio.Event()
         self._looked_at = 0.0
         self._recording: asyncio.Task[None] | None = None
+        self._store_epoch = core.gate.epoch
+        self._rows_in_doubt = False
+        self._unpublished = False  # the newest version is in no store: its export failed, or was lost
+        self._unread = 0  # times in a row that the trainer could not read or write the store though it is there
         self.busy = Busy()
         self.replayed = 0
 
@@ -109,9 +116,14 @@ class Training:
                     core.waiting("trainer", "the trainer process is starting", "starting")
                 await self._bell.wait(5.0)
                 continue
+            if core.gate.reason is not None:
+                core.waiting("trainer", f"the store is away: {core.gate.reason}", "store")
+                await self._bell.wait(5.0)
+                continue
             try:
                 if self._lost.is_set() or await self._reborn():
                     await self._bring_up()
+                await self._mend()
                 if core.ledger.trained_version < core.ledger.next_batch:
                     await self._train(core.ledger.trained_version)  # assembled before a restart
                     continue
@@ -126,6 +138,8 @@ class Training:
                     core.measured.training_s.observe(time.monotonic() - began)
                     continue
             except (TrainerLost, TrainerRefused) as error:
+                if isinstance(error, TrainerRefused) and self._may_be_the_store(error):
+                    continue
                 if isinstance(error, TrainerRefused) and self._incarnation == await self._living_incarnation():
                     raise  # the group we brought up says no: that is no loss
                 log.warning("trainer lost: %s", error)
@@ -135,6 +149,11 @@ class Training:
                 core.waiting("trainer", f"the trainer was lost ({error}); its group is being restarted", "lost")
                 self._lost.set()
                 await self._bell.wait(0.2)
+                continue
+            except Unavailable as error:
+                if not core.gate.elsewhere:
+                    raise
+                core.gate.doubt(str(error))
                 continue
             await self._bell.wait(self._holds.again_s)
 
@@ -223,10 +242,13 @@ class Training:
         """Send one assembled batch, record that it was applied, publish its weights, commit when due."""
         core = self._core
         batch = core.ledger.batches[batch_id]
-        mini_batches = _decode_plan(batch.plan)
+        location = core.store.location
+        mini_batches = _decode_plan(batch.plan, location)
         if any(len(mini.ranks) != core.config.trainer.dp for mini in mini_batches):
             # Planned for another number of ranks before a restart: the same rows, dealt out anew.
-            mini_batches = _decode_plan(self._plan(batch_id, [core.ledger.samples[uid] for uid in batch.uids], "consumed"))
+            mini_batches = _decode_plan(
+                self._plan(batch_id, [core.ledger.samples[uid] for uid in batch.uids], "consumed"), core.store.location
+            )
         trainer = core.config.trainer
         rate = trainer.learning_rate_at(batch_id, core.config.stop.batches)
         critic_rate = trainer.critic.learning_rate * rate / trainer.learning_rate if trainer.critic is not None else 0.0
@@ -245,6 +267,7 @@ class Training:
                 )
             )
             self._on_applied(batch_id, report)
+            self._unread = 0
             await self._snapshot()
             every = core.config.checkpoint.every
             if core.ledger.trained_version % every == 0:
@@ -253,7 +276,9 @@ class Training:
     async def _snapshot(self) -> None:
         core = self._core
         ledger = core.ledger
+        self._unpublished = True
         reply = await self._trainer().snapshot(ledger.epoch, ledger.trained_version, core.config.push.bucket_bytes, self._canary_ids)
+        self._unpublished = False
         # No token may name a version that a restart would make again under the same name.
         await core.db.durable()
         self._on_snapshot(
@@ -268,6 +293,34 @@ class Training:
                 {name: TensorForm(facts.dtype, tuple(facts.shape)) for name, facts in reply.tensors.items()},
             )
         )
+
+    # ---- when the store was away -----------------------------------------------------------------------------------------
+
+    def _may_be_the_store(self, refused: TrainerRefused) -> bool:
+        """It could not read a row, or write its weights: nothing has changed there. Looked into, and tried again, some times."""
+        gate = self._core.gate
+        if not gate.elsewhere or refused.status not in STORE_STATUS:
+            return False
+        self._unread += 1
+        if self._unread > STORE_TRIES:
+            return False
+        log.warning("the trainer and the store: %s", refused)
+        gate.doubt(f"the trainer says {refused}")
+        self._rows_in_doubt = True
+        return True
+
+    async def _mend(self) -> None:
+        """After a loss of the store: what was applied is committed while the trainer has it, batches without their rows are made again, and
+        the weights are exported anew."""
+        core, epoch = self._core, self._core.gate.epoch
+        if self._store_epoch != epoch or self._rows_in_doubt:
+            if core.ledger.trained_version > core.ledger.committed_version:
+                await self._commit()
+            await self._unmake_lost_batches()
+            self._unpublished |= self._store_epoch != epoch
+            self._store_epoch, self._rows_in_doubt = epoch, False
+        if self._unpublished:
+            await self._snapshot()
 
     # ---- durable -------------------------------------------------------------------------------------------------------
 
@@ -306,12 +359,7 @@ class Training:
             done += [Ref.from_wire(ref) for leaf in leaves for ref in leaf.refs]
         core.apply(VersionCommitted(version=version, checkpoint=path, time=time.time()))
         await core.db.durable()
-        freeing = asyncio.create_task(asyncio.to_thread(core.store.free, done), name="free rows")  # thousands of files
-        try:
-            await asyncio.shield(freeing)
-        except asyncio.CancelledError:
-            await freeing  # the store may be parked or removed next
-            raise
+        await core.gate.free_many(done)
 
     async def save_now(self) -> None:
         """On SIGTERM, once `run` has ended: hold what was applied in a checkpoint, so that nothing has to be replayed."""
@@ -334,6 +382,7 @@ class Training:
         """Bring an empty trainer to the ledger's version: newest whole checkpoint, then the batches after it, in order."""
         core, ledger = self._core, self._core.ledger
         core.waiting("trainer", "the trainer loads its weights", "loading")
+        store_epoch = core.gate.epoch
         incarnation = self._incarnation = (await self._trainer().health()).incarnation
         checkpoint = newest(self.checkpoint_directory)
         held = checkpoint.trained_version if checkpoint is not None else 0
@@ -355,6 +404,7 @@ class Training:
         if replay:
             log.info("replaying batches %d to %d", replay[0], replay[-1])
             self.replayed += len(replay)
+        self._store_epoch, self._rows_in_doubt = store_epoch, False  # what is missing was looked at since
         await self._snapshot()
 
     async def _reconcile(self, version: int, path: str | None) -> None:
@@ -374,18 +424,18 @@ class Training:
             await self._record_commit(version, path)
         if version < ledger.trained_version:
             core.apply(EpochBegan(epoch=ledger.epoch + 1, version=version))
-        self._unmake_lost_batches()
+        await self._unmake_lost_batches()
         await core.db.durable()
 
-    def _unmake_lost_batches(self) -> None:
-        """A batch with missing rows, and every batch after it, can not be replayed: its samples go back and are made again."""
+    async def _unmake_lost_batches(self) -> None:
+        """A batch with missing rows that is still to be trained, and every batch after it, can not be: its samples go back and are made
+        again."""
         core, ledger = self._core, self._core.ledger
         missing: dict[int, frozenset[str]] = {}
         first: int | None = None
-        for batch in sorted(ledger.batches.values(), key=lambda b: b.batch_id):
-            lost = frozenset(
-                t.traj_uid for uid in batch.uids for t in ledger.samples[uid].in_state("consumed") if not rows_present(core, t.leaves)
-            )
+        for batch in sorted((b for b in ledger.batches.values() if b.batch_id >= ledger.trained_version), key=lambda b: b.batch_id):
+            consumed = [t for uid in batch.uids for t in ledger.samples[uid].in_state("consumed")]
+            lost = await core.gate.ask(lambda: frozenset(t.traj_uid for t in consumed if not rows_present(core, t.leaves)))  # noqa: B023
             missing[batch.batch_id] = lost
             if lost and first is None:
                 first = batch.batch_id
@@ -399,8 +449,12 @@ class Training:
                 self._on_running_again(ledger.samples[uid])
 
 
-def _decode_plan(plan: bytes) -> list[MiniBatch]:
-    return [MiniBatch.model_validate(mini) for mini in msgspec.json.decode(plan)]
+def _decode_plan(plan: bytes, location: str) -> list[MiniBatch]:
+    """As it is on disk, but for where the store is: that may be another place than in the run's last life."""
+    decoded = msgspec.json.decode(plan)
+    for row in (row for mini in decoded for rank in mini["ranks"] for micro_batch in rank for row in micro_batch):
+        row |= {hop: moved(row[hop], location) for hop in ("rollout", "extras") if row.get(hop)}
+    return [MiniBatch.model_validate(mini) for mini in decoded]
 
 
 def skipped_reason(trained_rows: Path, batch_id: int) -> str | None:

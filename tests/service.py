@@ -23,7 +23,16 @@ DATA = ROOT / "examples/sort_digits/data.jsonl"
 class ServiceUnderTest:
     """One run directory; `up` may be called again after an end, as a user would."""
 
-    def __init__(self, directory: Path, *settings: str, module: str = "driver.cli", environment: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *settings: str,
+        module: str = "driver.cli",
+        environment: dict[str, str] | None = None,
+        on: Callable[[list[str]], list[str]] = lambda argv: argv,
+    ) -> None:
+        """`on` makes a command one that runs elsewhere: in a network namespace."""
+        self._on = on
         self.directory = directory
         self.settings = settings
         self._module = module
@@ -35,12 +44,14 @@ class ServiceUnderTest:
         settings = [f"run_dir={self.directory}", f"store.directory={self.store}", "service.port=0", *self.settings, *more]
         argv = [sys.executable, "-P", "-m", self._module, "up", str(CONFIG), "--quiet"]
         flags = [part for setting in settings for part in ("--set", setting)]
-        self.process = subprocess.Popen([*argv, *flags], stderr=subprocess.PIPE, cwd=self.directory.parent, env=self._environment)
+        said = self.directory.parent / f"{self.directory.name}-stderr"
+        with said.open("wb") as errors:  # not a pipe that nobody reads: who writes much to it would stand still
+            self.process = subprocess.Popen(self._on([*argv, *flags]), stderr=errors, cwd=self.directory.parent, env=self._environment)
         path = self.directory / "service.json"
-        until = time.monotonic() + 60
+        until = time.monotonic() + 240
         while not path.exists() or json.loads(path.read_text())["pid"] != self.process.pid:
-            assert self.process.poll() is None, self.process.communicate()[1].decode()
-            assert time.monotonic() < until, "no service.json within 60 s"
+            assert self.process.poll() is None, said.read_text()
+            assert time.monotonic() < until, "no service.json within 240 s"
             time.sleep(0.05)
         self.url = json.loads(path.read_text())["url"]
 

@@ -30,7 +30,7 @@ from tests.fleet import BASE, Engine, fleet
 from tests.service import ServiceUnderTest
 from tests.sglang_server import Weights
 from tests.test_whole import check_accounts
-from trainer.courier import address_towards
+from trainer.address import address_towards
 
 BUCKETS = 4
 START_S = 60.0

@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import ipaddress
 import os
-import socket
 import sys
 from concurrent.futures import Future
 from pathlib import Path
@@ -22,6 +20,7 @@ import torch
 import uvicorn
 from fastapi import FastAPI
 
+from trainer.address import address_towards
 from trainer.broadcast import SendingGroup, Stage
 from trainer.courier_wire import (
     Bucket,
@@ -118,19 +117,6 @@ class Courier:
             self.close(GroupRequest(group=name))
             print(f"courier: {name}: {what}: {error}", flush=True)
             raise Refusal(502, f"{what}: {error}") from None
-
-
-def address_towards(host: str) -> str:
-    """This host's address on the way to `host`. Nothing is sent: UDP's connect only asks the routes. Raises OSError."""
-    try:
-        if host == "localhost" or ipaddress.ip_address(host).is_loopback:
-            return "::1" if ":" in host else "127.0.0.1"
-    except ValueError:
-        pass  # a name
-    family, kind, protocol, _, peer = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind, protocol) as probe:
-        probe.connect(peer)
-        return str(probe.getsockname()[0])
 
 
 def build_app(courier: Courier) -> FastAPI:

@@ -42,7 +42,7 @@ REPLAYS = ("RowsLost", "BatchUnmade", "EpochBegan", "resume")  # they come only 
 OFTEN = ("SampleRegistered", "TrajectoryReady", "put", "score", "free", "lock", "trainer lock")
 EXPLAINED = ("bad on purpose", "filtered: always right")
 """Words of the only reasons: rows that are bad or easy in the data. A kill explains none: with these budgets everything is tried again."""
-REPAIR_S = 150.0
+REPAIR_S = 300.0  # on a machine that has little time for us
 REACH_S, TRIES = 90.0, 2
 RESTART_WINDOW_S, RESTARTS = 60.0, 3  # the launcher leaves a process alone that dies five times in a minute
 
@@ -238,6 +238,7 @@ class Chaos:
     def _provoke(self, cell: Cell, order: Order) -> None:
         assert self.service.process is not None
         if cell.point in REPLAYS:  # one batch of three is trained: the others take a while
+            self._until_there("rank")
             self.service.wait(lambda s: s["trained_version"] == s["committed_version"] + 1 > 1, "a batch to replay", REPAIR_S)
         if cell.point != "unpark":
             order.write(self.orders)
@@ -264,10 +265,15 @@ class Chaos:
 
     def _random(self, cell: Cell) -> dict[str, Any] | None:
         time.sleep(self.rng.uniform(0.0, 2.5))
-        until = time.monotonic() + REPAIR_S
-        while (pid := self._signal(cell.victim, cell.how.split()[0])) is None and time.monotonic() < until:
-            time.sleep(0.1)  # until there is such a process again
+        self._until_there(cell.victim)
+        pid = self._signal(cell.victim, cell.how.split()[0])
         return None if pid is None else {"pid": pid}
+
+    def _until_there(self, victim: str) -> None:
+        """It may be starting."""
+        until = time.monotonic() + REPAIR_S
+        while self.pid_of(victim) is None and time.monotonic() < until:
+            time.sleep(0.1)
 
     def _signal(self, victim: str, how: str) -> int | None:
         """None when there is no such process at the moment, because it is being started."""

@@ -94,6 +94,12 @@ def write(tmp_path: Path, **sections: object) -> Path:
         ({"reward": {"scorers": {"*": {"function": f"{ROOT}/examples/sort_digits/reward.py:scor"}}}}, ["has no 'scor'", "'score'"]),
         ({"reward": {"scorers": {"*": {"function": "reward.py"}}}}, ["path/file.py:name"]),
         ({"store": {"capacity_bytes": 8 << 20}}, ["store.capacity_bytes", "too small", "checkpoint.every"]),
+        ({"store": "mooncak"}, ["store.kind", "'mooncake'"]),
+        ({"store": {"kind": "mooncake", "mooncake": {"mastr": "h:1"}}}, ["'store.mooncake.mastr'", "'master'"]),
+        ({"store": {"kind": "mooncake", "mooncake": {"master": "h"}}}, ["store.mooncake.master", "HOST:PORT", "null starts one"]),
+        ({"store": {"kind": "mooncake", "mooncake": {"segment_bytes": 0}}}, ["store.mooncake", "there is no memory", "`master`"]),
+        ({"store": {"kind": "mooncake", "mooncake": {"master": "h:1", "port": 2}}}, ["store.mooncake", "somebody else's", "remove one"]),
+        ({"store": {"mooncake": {"master": "h:1"}}}, ["store: ", "no effect on the embedded store", "store.kind: mooncake"]),
     ],
 )
 def test_O1_O2_a_mistake_is_named_with_its_remedy(tmp_path, sections, words):
@@ -113,6 +119,14 @@ def test_data_is_a_file_or_a_list_of_datasets_with_their_shares_beside_the_confi
     ).data
     assert first.share == Change(3.0, 0, None, True) and (second.called, second.share.own_passes) == ("b", False)
     assert load_config(write(tmp_path, data=None)).data == [] == load_config(write(tmp_path)).data
+
+
+def test_a_run_chooses_its_store_and_on_several_hosts_it_is_mooncake_unless_it_says_otherwise(tmp_path: Path) -> None:
+    def kind(**sections: object) -> str:
+        return load_config(write(tmp_path, **sections)).store_kind
+
+    assert kind() == "embedded" and kind(store="mooncake") == kind(store={"kind": "mooncake"}) == "mooncake"
+    assert kind(hosts=["10.0.0.2"]) == "mooncake" and kind(hosts=["10.0.0.2"], store="embedded") == "embedded"
 
 
 def test_with_a_critic_a_prompt_needs_no_group(tmp_path: Path) -> None:

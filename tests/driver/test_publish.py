@@ -14,6 +14,7 @@ from driver.measured import Measured
 from driver.publish import Publisher
 from driver.push import Outcome
 from driver.snapshot import Snapshot, SnapshotGone
+from driver.store_gate import StoreGate
 from rollout.pool import EnginePool
 from rollout.version import Version
 
@@ -47,7 +48,7 @@ def parts():
     def apply(event: Any) -> None:
         ledger.apply(event)
 
-    core = SimpleNamespace(store=store, ledger=ledger, bell=Bell, ring=lambda: None, apply=apply, measured=Measured())
+    core = SimpleNamespace(gate=StoreGate(store), ledger=ledger, bell=Bell, ring=lambda: None, apply=apply, measured=Measured())  # type: ignore[arg-type]
     slot = pool.register("engine-0", SimpleNamespace(url="http://scripted"), 1, 4)  # type: ignore[arg-type]
     gate = asyncio.Event()
     gate.set()

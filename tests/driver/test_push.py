@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from driver.push import Pusher, Snapshot
+from driver.store_gate import StoreGate
 from driver.transport import StoreTransport, Transports
 from rollout.answer import EngineError, Prefix
 from rollout.capabilities import capabilities_of
@@ -124,6 +126,27 @@ async def test_L3_the_sequence_in_order(parts):
     engine.calls.clear()
     await pusher.push_all(replace(SNAPSHOT, version=4))
     assert engine.calls == [order[0], *order[2:]], "whose state is known needs no `end` first"
+
+
+async def test_L2_B2_while_the_store_is_away_no_engine_is_at_fault_it_stays_shut_and_is_pushed_to_when_it_is_back(parts):
+    _, engine, slot, replaced, pusher = parts
+    gate = pusher._gate = StoreGate(SimpleNamespace())  # type: ignore[arg-type]
+    await pusher.push_all(SNAPSHOT)
+    update = engine.update_from_tensor
+
+    async def gone(tensors: list[str]) -> None:
+        gate.shut("its owner was killed")
+        raise EngineError("infrastructure", "the bucket cannot be read", status=400)
+
+    engine.update_from_tensor = gone
+    newer = replace(SNAPSHOT, version=4)
+    (outcome,) = await pusher.push_all(newer)
+    assert (outcome.verified, outcome.attempts, slot.state, slot.verified, replaced) == (False, 1, "shut", None, [])
+    gate.lost()
+    gate.open()
+    engine.update_from_tensor = update
+    (outcome,) = await pusher.push_all(newer)
+    assert outcome.verified and slot.state == "open" and not engine.session and replaced == []
 
 
 CALLS = ["pause(retract)", "release", "begin", "bucket", "end", "checksums", "version", "resume", "continue", "canary"]

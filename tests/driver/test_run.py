@@ -13,21 +13,22 @@ import pytest
 
 from driver.ledger_db import LedgerError
 from driver.run import Run, _first_failure
-from store import EmbeddedStore
+from driver.run_store import RunStore
 
 
 def ending(directory: Path, *, ended: str | None = None, failure: str | None = None) -> Any:
-    store = EmbeddedStore(directory / "store", 1 << 20)
-    store.put("run/row", {"x": np.zeros(3)})
+    sizes = SimpleNamespace(capacity_bytes=1 << 20)
+    run_store = RunStore(SimpleNamespace(store_kind="embedded", store_directory=directory / "store", store=sizes))  # type: ignore[arg-type]
+    run_store.store.put("run/row", {"x": np.zeros(3)})
     core = SimpleNamespace(ledger=SimpleNamespace(ended=ended), db=SimpleNamespace(failure=failure))
-    return SimpleNamespace(core=core, config=SimpleNamespace(directory=directory), store=store, failure=failure, _store_gone=False)
+    return SimpleNamespace(core=core, config=SimpleNamespace(directory=directory), run_store=run_store, failure=failure)
 
 
 def test_W1_rows_that_can_not_be_parked_stay_in_memory_and_that_is_the_runs_failure(tmp_path):
     run = ending(tmp_path)
     (tmp_path / "parked").write_text("in the way")
     Run._keep_rows(run)
-    assert run.store.keys() == ["run/row"] and not run._store_gone
+    assert run.run_store.store.keys() == ["run/row"] and not run.run_store.gone
     assert "can not be kept" in run.failure and "free space" in run.failure
 
 
@@ -41,7 +42,7 @@ def test_W1_rows_are_kept_though_the_run_ended_when_the_ledger_could_not_write_t
 def test_A1_a_run_that_ended_keeps_nothing(tmp_path):
     run = ending(tmp_path, ended="all batches trained")
     Run._keep_rows(run)
-    assert not (tmp_path / "parked").exists() and not (tmp_path / "store").exists() and run._store_gone
+    assert not (tmp_path / "parked").exists() and not (tmp_path / "store").exists() and run.run_store.gone
 
 
 async def test_W1_a_ledger_that_failed_ends_a_run_that_writes_nothing_just_now():

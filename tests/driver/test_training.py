@@ -10,10 +10,14 @@ from typing import Any
 
 import pytest
 
-from driver.events import BatchAssembled
+from driver.events import BatchApplied, BatchAssembled
 from driver.ledger import Ledger
+from driver.store_gate import StoreGate
 from driver.training import CheckpointMissing, Training, skipped_reason
+from store import Gone
 from tests.driver.conftest import ready, register
+
+NOTHING: Any = None
 
 
 def test_A2_a_step_that_the_trainer_skipped_is_not_taken_over_as_trained(tmp_path):
@@ -35,7 +39,9 @@ async def test_A2_W7_a_checkpoint_of_batches_that_the_ledger_never_knew_is_refus
     ledger.apply(register(ledger, n=1))
     ledger.apply(ready(0, 0))
     ledger.apply(BatchAssembled(batch_id=0, uids=(0,), plan=b"[]", time=1.0))
-    core: Any = SimpleNamespace(ledger=ledger, config=SimpleNamespace(directory=tmp_path), apply=ledger.apply, bell=lambda: None)
+    core: Any = SimpleNamespace(
+        ledger=ledger, config=SimpleNamespace(directory=tmp_path), apply=ledger.apply, bell=lambda: None, gate=StoreGate(NOTHING)
+    )
     nothing: Any = None
     training = Training(
         core,
@@ -63,6 +69,7 @@ async def test_A5_W1_weights_are_published_only_when_the_ledger_has_on_disk_that
         config=SimpleNamespace(push=SimpleNamespace(bucket_bytes=1)),
         db=SimpleNamespace(durable=on_disk.wait),
         bell=lambda: None,
+        gate=StoreGate(NOTHING),
     )
     published: list[Any] = []
     nothing: Any = None
@@ -91,14 +98,61 @@ async def test_A5_W1_weights_are_published_only_when_the_ledger_has_on_disk_that
     assert len(published) == 1
 
 
+async def test_A2_after_a_loss_of_the_store_what_was_applied_is_committed_and_only_what_is_still_to_be_trained_is_made_again(tmp_path):
+    ledger = Ledger()
+    for uid in range(2):
+        ledger.apply(register(ledger, n=2))
+        for index in range(2):
+            ledger.apply(ready(uid, index))
+        ledger.apply(BatchAssembled(batch_id=uid, uids=(uid,), plan=b"[]", time=1.0))
+    ledger.apply(BatchApplied(batch_id=0, epoch=0, skipped=None, report=b"{}", time=2.0))
+    gate = StoreGate(NOTHING)
+    core: Any = SimpleNamespace(ledger=ledger, apply=ledger.apply, bell=lambda: None, gate=gate)
+    again: list[int] = []
+    training = Training(
+        core,
+        NOTHING,
+        canary_ids=[],
+        on_snapshot=NOTHING,
+        on_applied=NOTHING,
+        archive=NOTHING,
+        on_running_again=lambda sample: again.append(sample.uid),
+        replace=NOTHING,
+        holds=NOTHING,
+    )
+    done: list[str] = []
+
+    def does(name: str) -> Any:
+        async def call() -> None:
+            done.append(name)
+
+        return call
+
+    training._commit, training._snapshot = does("commit"), does("snapshot")  # type: ignore[method-assign]
+    core.store = SimpleNamespace(open=lambda ref, columns: SimpleNamespace(close=lambda: None))
+    await training._mend()
+    assert done == [], "nothing was lost"
+
+    def gone(ref: Any, columns: Any) -> Any:
+        raise Gone("lost")
+
+    core.store.open = gone
+    gate.lost()
+    await training._mend()
+    assert done == ["commit", "snapshot"] and again == [1]
+    assert ledger.batches[0].state == "applied" and 1 not in ledger.batches and ledger.next_batch == 1
+    assert [t.state for t in ledger.samples[1].trajectories] == ["running", "running"]
+
+
 async def commits(free: Any) -> tuple[Training, asyncio.Task[None]]:
     """A trainer's side whose next step is to free the rows of a version that is committed."""
     ledger = Ledger()
+    store: Any = SimpleNamespace(free=free)
     core: Any = SimpleNamespace(
         ledger=ledger,
         apply=ledger.apply,
         db=SimpleNamespace(durable=lambda: asyncio.sleep(0)),
-        store=SimpleNamespace(free=free),
+        gate=StoreGate(store),
         bell=lambda: None,
     )
     nothing: Any = None

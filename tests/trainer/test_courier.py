@@ -12,8 +12,9 @@ import torch
 from fastapi.testclient import TestClient
 
 from store import EmbeddedStore
+from trainer.address import address_towards
 from trainer.broadcast import KEPT, SendingGroup, Stage
-from trainer.courier import Courier, address_towards, build_app
+from trainer.courier import Courier, build_app
 from trainer.courier_wire import CourierSpec
 
 OPEN = {"group": "g", "size": 2, "backend": "auto", "engine_device": "cpu", "address": None, "engine_host": "127.0.0.1", "timeout_s": 0.5}
