@@ -287,14 +287,7 @@ class Processes:
         return [
             driver,
             *(
-                {
-                    "role": p.spec.role,
-                    "index": p.spec.index,
-                    "state": p.state,
-                    "incarnation": p.incarnation,
-                    "pid": p.pid,
-                    "url": p.url,
-                }
+                {"role": p.spec.role, "index": p.spec.index, "state": p.state, "incarnation": p.incarnation, "pid": p.pid, "url": p.url}
                 for p in self._launcher.processes.values()
             ),
         ]
@@ -443,10 +436,9 @@ class Processes:
 
 
 def _children(pids: list[int]) -> dict[int, list[int]]:
-    """Of each. It reads what the host says of every process on it, once: 10 ms and more."""
+    """Of each, out of all processes of the host: 10 ms and more."""
     children: dict[int, list[int]] = {pid: [] for pid in pids}
     for pid in psutil.pids() if pids else ():
         with contextlib.suppress(psutil.Error):
-            if (parent := psutil.Process(pid).ppid()) in children:
-                children[parent].append(pid)
+            children.get(psutil.Process(pid).ppid(), []).append(pid)
     return children

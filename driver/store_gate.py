@@ -118,7 +118,7 @@ class StoreGate:
             self.behind(lambda: self._free(these))
 
     async def free_many(self, refs: Iterable[Ref]) -> None:
-        """Thousands: in a thread where it is waited for, too. A caller that is cancelled waits all the same: the store may be parked next."""
+        """Thousands: in a thread of their own, embedded too. Who is cancelled waits all the same: the store may be parked next."""
         if self._behind is not None:
             return self.free(refs)
         freeing = asyncio.create_task(asyncio.to_thread(self.store.free, list(refs)), name="free rows")
