@@ -3,13 +3,14 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3; do command -v $$p >/de
 VENV ?= .venv
 SGLANG_VENV ?= .venv-sglang
 AREAL_VENV ?= .venv-areal
+VERL_VENV ?= .venv-verl
 BIN := $(VENV)/bin
 SEED ?= 0
 JOBS ?= 2
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: setup mooncake sglang areal test-sglang demo test test-all conformance selfcheck mutants kills chaos lint figures clean help
+.PHONY: setup mooncake sglang areal verl test-sglang demo test test-all conformance selfcheck mutants kills chaos lint figures clean help
 
 help:
 	@echo "make demo       a tiny model learns to sort digits, on this CPU, in a few minutes (SEED=0 ARGS='--set rollout.n=4')"
@@ -70,6 +71,17 @@ $(AREAL_VENV)/.ready: benchmarks/areal-requirements.txt
 	@$(AREAL_VENV)/bin/python -P -W ignore -c "import areal.engine.sglang_remote, areal.workflow.rlvr; print('areal', areal.__version__)"
 	@touch $@
 
+# The peer of benchmarks.plan, 1.5 GB, most of it torch.
+verl: $(VERL_VENV)/.ready
+
+$(VERL_VENV)/.ready: benchmarks/verl-requirements.txt
+	@test -n "$(PYTHON)" || { echo "verl needs Python 3.11 or newer; install it, or say where: make PYTHON=/path/to/python3.11"; exit 1; }
+	$(PYTHON) -m venv $(VERL_VENV)
+	$(VERL_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r benchmarks/verl-requirements.txt
+	$(VERL_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps verl==0.9.1
+	@$(VERL_VENV)/bin/python -P -W ignore -c "import verl.utils.seqlen_balancing; print('verl', verl.__version__)"
+	@touch $@
+
 demo: setup
 	$(BIN)/python -P examples/sort_digits/demo.py --seed $(SEED) $(ARGS)
 
@@ -117,6 +129,7 @@ figures: setup
 	$(BIN)/python -m benchmarks.push --quick
 	$(BIN)/python -m benchmarks.bound --quick
 	$(BIN)/python -m benchmarks.ledger --quick
+	$(BIN)/python -m benchmarks.plan --quick
 
 clean:
-	rm -rf $(VENV) $(SGLANG_VENV) dist runs demo_summary.json
+	rm -rf $(VENV) $(SGLANG_VENV) $(VERL_VENV) dist runs demo_summary.json

@@ -124,7 +124,7 @@ class Rows:
 def planned(rows: Sequence[Sampled], ranks: int) -> Plan:
     """As the driver plans one mini-batch."""
     known = [balance.PlanRow(f"{index:06d}", index, len(ids)) for index, (ids, _) in enumerate(rows)]
-    [shares] = balance.plan(known, mini_batch_count=1, ranks=ranks, budget_tokens=BUDGET_TOKENS, seed=0, batch_id=0)
+    [shares] = balance.plan(known, balance.Terms(ranks, BUDGET_TOKENS), mini_batch_count=1, seed=0, batch_id=0)
     return [[list(map(int, micro_batch)) for micro_batch in share] for share in shares]
 
 

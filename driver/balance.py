@@ -1,30 +1,74 @@
-"""From the rows of a global batch to a plan: mini-batches, ranks, micro-batches. Lengths in, indices out.
+"""From the rows of a global batch to a plan: mini-batches, ranks, micro-batches. Lengths in, row ids out.
 
-Invariants (each a property test): every row stands exactly once; a mini-batch is cut by sample, from an order that knows neither
-layout nor lengths; no micro-batch exceeds the token budget; the same input gives the same plan. Row counts per rank may differ:
-ranks are balanced by work, not by count, and a rank may get none.
+    rows ──by sample, seeded──▶ mini-batches ──each by itself──▶ by work to ranks ──each by itself──▶ under the budget to micro-batches
+                                               └─ even: ──▶ under the budget to micro-batches of all ranks ──▶ dealt to the ranks
+
+Invariants (each a property test): every row stands exactly once in a mini-batch; a mini-batch is cut by sample, from an order that
+knows neither layout nor lengths; no micro-batch exceeds the token budget, but for a row that exceeds it by itself and is let in alone;
+where ranks meet in every micro-batch they all have as many, some of them empty; the same input, in any order, gives the same plan. Row
+counts per rank may differ: ranks are balanced by work, not by count, and a rank may get none.
+
+Ranks that meet only at a step's end wait for the most work in all; ranks that meet in every micro-batch wait for the heaviest one at each
+index, so there micro-batches of like work are dealt out together, across all ranks.
 """
 
 from __future__ import annotations
 
 import hashlib
-import heapq
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from driver import packing
+from driver.row_cost import TOKENS, RowCost
+from trainer.layout import even_micro_batches, sequence_unit
+
+if TYPE_CHECKING:
+    from driver.settings import RunConfig
 
 
 @dataclass(frozen=True)
 class PlanRow:
-    """A row as the plan sees it: who it is, whose sample it belongs to, how many tokens it has."""
+    """A row as the plan sees it: who it is, whose sample it belongs to, its tokens, and how many of them are trained (None: all)."""
 
     row_id: str
     uid: int
     length: int
+    trained: int | None = None
 
 
-def work(length: int) -> float:
-    """Relative cost of a row: linear layers plus the quadratic share of attention (small at these lengths)."""
-    return length + length * length / 4096.0
+@dataclass(frozen=True)
+class Terms:
+    """What a layout asks of a plan, and what the configuration says.
+
+    `unit`: lengths are padded to multiples of it, and count as that. `even`: ranks meet in every micro-batch and need as many each.
+    """
+
+    ranks: int
+    budget_tokens: int
+    cost: RowCost = TOKENS
+    unit: int = 1
+    even: bool = False
+    long_rows: Literal["refuse", "alone"] = "refuse"
+
+    @classmethod
+    def of(cls, config: RunConfig, model: Mapping[str, Any]) -> Terms:
+        """`model` is the model's config.json."""
+        trainer, batch = config.trainer, config.batch
+        return cls(
+            trainer.dp,
+            batch.micro_batch_tokens,
+            RowCost.of_model(model),
+            sequence_unit(trainer.tp, trainer.cp),
+            even_micro_batches(trainer.ep),
+            batch.long_rows,
+        )
+
+    def padded(self, row: PlanRow) -> int:
+        return -(-row.length // self.unit) * self.unit
+
+    def work(self, row: PlanRow) -> float:
+        return self.cost.work(self.padded(row), row.length if row.trained is None else row.trained)
 
 
 def mini_batches(rows: Sequence[PlanRow], count: int, seed: int, batch_id: int) -> list[list[PlanRow]]:
@@ -41,38 +85,74 @@ def mini_batches(rows: Sequence[PlanRow], count: int, seed: int, batch_id: int) 
     return parts
 
 
-def split_ranks(rows: Sequence[PlanRow], ranks: int) -> list[list[PlanRow]]:
-    """Longest first onto the rank with the least work so far."""
-    loads = [(0.0, rank) for rank in range(ranks)]
-    out: list[list[PlanRow]] = [[] for _ in range(ranks)]
-    for row in sorted(rows, key=lambda r: (-r.length, r.row_id)):
-        load, rank = heapq.heappop(loads)
-        out[rank].append(row)
-        heapq.heappush(loads, (load + work(row.length), rank))
-    return out
+def deal(rows: Sequence[PlanRow], terms: Terms) -> list[list[list[PlanRow]]]:
+    """One mini-batch to the ranks: `[rank][micro-batch]`, the most work first, and in each micro-batch the longest row first.
+
+    Raises ValueError for a row above the budget, unless such rows are to be alone in a micro-batch.
+    """
+    rows = sorted(rows, key=lambda row: (-row.length, row.row_id))  # whatever order they came in
+    sizes, work = list(map(terms.padded, rows)), list(map(terms.work, rows))
+    if rows and sizes[0] > terms.budget_tokens and terms.long_rows == "refuse":
+        raise ValueError(
+            f"row {rows[0].row_id} has {sizes[0]} tokens, above batch.micro_batch_tokens ({terms.budget_tokens}): raise that, or set "
+            "batch.long_rows: alone"
+        )
+    shares = (_meeting_in_every_micro_batch if terms.even else _by_rank)(sizes, work, terms)
+    return [[[rows[index] for index in sorted(micro)] for micro in share] for share in shares]
 
 
-def micro_batches(rows: Sequence[PlanRow], budget_tokens: int) -> list[list[PlanRow]]:
-    """First-fit decreasing under the token budget. A row above the budget is a ValueError: it is refused at admission."""
-    bins: list[tuple[int, list[PlanRow]]] = []
-    for row in sorted(rows, key=lambda r: (-r.length, r.row_id)):
-        if row.length > budget_tokens:
-            raise ValueError(f"row {row.row_id} has {row.length} tokens, above the micro-batch budget of {budget_tokens}")
-        for index, (used, members) in enumerate(bins):
-            if used + row.length <= budget_tokens:
-                members.append(row)
-                bins[index] = (used + row.length, members)
-                break
-        else:
-            bins.append((row.length, [row]))
-    return [members for _, members in bins]
+def _packed(share: Sequence[int], sizes: Sequence[int], work: Sequence[float], budget_tokens: int, multiple_of: int = 1) -> packing.Bins:
+    """These rows, longest first, in micro-batches, the most work first; as many as a multiple of `multiple_of`, some empty."""
+    above = [[index] for index in share if sizes[index] > budget_tokens]
+    rest = share[len(above) :]
+    packed = packing.pack([sizes[i] for i in rest], budget_tokens, [work[i] for i in rest], len(above), multiple_of)
+    return _heaviest_first(above + [[rest[place] for place in members] for members in packed], work)
 
 
-def plan(
-    rows: Sequence[PlanRow], *, mini_batch_count: int, ranks: int, budget_tokens: int, seed: int, batch_id: int
-) -> list[list[list[list[str]]]]:
+def _meeting_in_every_micro_batch(sizes: Sequence[int], work: Sequence[float], terms: Terms) -> list[packing.Bins]:
+    """Rounds of micro-batches of like work, one for each rank. They are packed for all ranks together, which makes the fewest; where few
+    long rows do not go round, as for ranks that are balanced by themselves, if they then wait less."""
+    ranks = terms.ranks
+    made = _packed(range(len(work)), sizes, work, terms.budget_tokens, ranks)
+    rounds = [_levelled(made[first : first + ranks], sizes, work, terms) for first in range(0, len(made), ranks)]
+    if _waited(rounds, work) > max(sum(work) / ranks, max(work, default=0.0)) * 1.001:
+        shares = _by_rank(sizes, work, terms)
+        others = [
+            _levelled([share[number] if number < len(share) else [] for share in shares], sizes, work, terms)
+            for number in range(max(map(len, shares)))
+        ]
+        if len(others) == len(rounds) and _waited(others, work) < _waited(rounds, work):
+            rounds = others
+    dealt: list[packing.Bins] = [[] for _ in range(ranks)]
+    done = [0.0] * ranks
+    for at_once in rounds:
+        # The heaviest of them goes to the rank that has had least.
+        for micro, rank in zip(at_once, sorted(range(ranks), key=lambda rank: (done[rank], rank)), strict=True):
+            dealt[rank].append(micro)
+            done[rank] += sum(work[index] for index in micro)
+    return dealt
+
+
+def _levelled(at_once: packing.Bins, sizes: Sequence[int], work: Sequence[float], terms: Terms) -> packing.Bins:
+    packing.level(at_once, work, packing.FINE, sizes, terms.budget_tokens)
+    return _heaviest_first(at_once, work)
+
+
+def _waited(rounds: Sequence[packing.Bins], work: Sequence[float]) -> float:
+    return sum(sum(work[index] for index in at_once[0]) for at_once in rounds)
+
+
+def _by_rank(sizes: Sequence[int], work: Sequence[float], terms: Terms) -> list[packing.Bins]:
+    return [_packed(sorted(share), sizes, work, terms.budget_tokens) for share in packing.split(work, terms.ranks)]
+
+
+def _heaviest_first(bins: packing.Bins, work: Sequence[float]) -> packing.Bins:
+    return sorted(bins, key=lambda micro: (-sum(work[index] for index in micro), min(micro, default=0)))
+
+
+def plan(rows: Sequence[PlanRow], terms: Terms, *, mini_batch_count: int, seed: int, batch_id: int) -> list[list[list[list[str]]]]:
     """`plan[mini_batch][rank][micro_batch]` is a list of row ids."""
     return [
-        [[[row.row_id for row in micro] for micro in micro_batches(mine, budget_tokens)] for mine in split_ranks(part, ranks)]
+        [[[row.row_id for row in micro] for micro in share] for share in deal(part, terms)]
         for part in mini_batches(rows, mini_batch_count, seed, batch_id)
     ]

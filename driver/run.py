@@ -22,6 +22,7 @@ import orjson
 
 from driver import whatif_facts
 from driver.archive import Archive
+from driver.balance import Terms
 from driver.bias_watch import BiasWatch
 from driver.core import Core
 from driver.curriculum import Curriculum
@@ -154,6 +155,8 @@ class Run:
             stall_s=config.rollout.stall_s if self.routing is None else None,
             replace=lambda slot, reason: self.processes.replace(slot.engine_id, reason),
         )
+        self.model_facts = orjson.loads((config.model.path / "config.json").read_bytes())
+        self.terms = Terms.of(config, self.model_facts)
         self.training = Training(
             self.core,
             self.http,
@@ -164,8 +167,8 @@ class Run:
             on_running_again=self.dispatch.enqueue,
             replace=lambda reason: self.processes.replace("trainer-0", reason),
             holds=self.holds,
+            terms=self.terms,
         )
-        self.model_facts = orjson.loads((config.model.path / "config.json").read_bytes())
         self.processes = Processes(self)
         self.own_roles = OwnRoles(self)
         self.state = "starting"

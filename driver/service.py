@@ -21,7 +21,7 @@ from prometheus_client.core import GaugeMetricFamily
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
-from driver import engine_facts, observe, service_datasets, service_whatif, service_why
+from driver import engine_facts, observe, service_datasets, service_plan, service_whatif, service_why
 from driver.config import ConfigError, parse_config
 from driver.datasets import DatasetError
 from driver.feed import FeedError
@@ -267,6 +267,7 @@ def create_app(fleet: Runs, *, token: str | None, loopback: bool, shutdown: Call
     service_why.add_routes(app, runs, run_of)
     service_whatif.add_routes(app, runs, run_of)
     service_datasets.add_routes(app, run_of)
+    service_plan.add_routes(app, RunDep)
     add_bias_routes(app, RunDep)
     add_limit_routes(app, RunDep)
     return app

@@ -22,7 +22,7 @@ from driver.settings_roles import RoleConfig, check_names
 from driver.settings_store import Kind, StoreConfig
 from rollout.address import bare_host, checked_url, is_loopback
 from rollout.sglang.spec import SglangSpec
-from trainer.layout import misplaced, nothing_to_offload
+from trainer.layout import misplaced, nothing_to_offload, sequence_unit
 from trainer.loss_spec import CriticSpec, LossSpec, check_critic
 
 SECRETS = {"service": {"token"}, "rollout": {"engine_api_key", "engine_admin_key", "router_api_key"}}  # keys that are never shown
@@ -125,7 +125,12 @@ class RolloutConfig(_Section):
 class BatchConfig(_Section):
     samples: int = Field(16, ge=1, description="P: samples per global batch")
     mini_batches: int = Field(1, ge=1, description="optimizer steps per global batch")
-    micro_batch_tokens: int = Field(4096, ge=16, description="token budget of one forward and backward pass")
+    micro_batch_tokens: int = Field(4096, ge=16, description="token budget of one forward and backward pass, all its rows together")
+    long_rows: Literal["refuse", "alone"] = Field(
+        "refuse",
+        description="rows above that budget: refuse: a context_length that allows them is an error; alone: each is a micro-batch by "
+        "itself, which takes the memory that it takes",
+    )
 
     @model_validator(mode="after")
     def _mini_batches_fit(self) -> BatchConfig:
@@ -493,10 +498,13 @@ class RunConfig(_Section):
             )
         if self.rollout.sampling.max_new_tokens >= self.rollout.context_length:
             raise ValueError("rollout.sampling.max_new_tokens must be smaller than rollout.context_length, or no prompt fits")
-        if self.batch.micro_batch_tokens < self.row_tokens:
+        unit = sequence_unit(self.trainer.tp, self.trainer.cp)
+        longest = -(-self.row_tokens // unit) * unit
+        if self.batch.micro_batch_tokens < longest and self.batch.long_rows == "refuse":
+            padded = f", which the layout pads to {longest}" if longest > self.row_tokens else ""
             raise ValueError(
-                f"batch.micro_batch_tokens ({self.batch.micro_batch_tokens}) is below rollout.context_length ({self.row_tokens}): "
-                "the longest row would not fit; raise the one or lower the other"
+                f"batch.micro_batch_tokens ({self.batch.micro_batch_tokens}) is below rollout.context_length ({self.row_tokens}{padded}): "
+                "the longest row would not fit; raise the one or lower the other, or set batch.long_rows: alone"
             )
         if self.transport == {"embedded": "tensor", "sglang": "store"}[self.rollout.engine]:
             raise ValueError(

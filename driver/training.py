@@ -22,7 +22,7 @@ import httpx
 import msgspec
 
 from driver.advantage import advantages
-from driver.balance import PlanRow, plan
+from driver.balance import PlanRow, Terms, plan
 from driver.core import Busy, Core
 from driver.events import BatchApplied, BatchAssembled, BatchUnmade, EpochBegan, VersionCommitted
 from driver.holds import Holds
@@ -59,8 +59,10 @@ class Training:
         on_running_again: Callable[[Sample], None],
         replace: Callable[[str], Awaitable[None]],
         holds: Holds,
+        terms: Terms,
     ) -> None:
         self._core = core
+        self._terms = terms
         self._http = http
         self._holds = holds
         self._canary_ids = canary_ids
@@ -226,15 +228,8 @@ class Training:
                             sequence=trajectory.traj_uid,
                             length=leaf.length,
                         )
-                        to_plan.append(PlanRow(leaf.row_id, uid, leaf.length))
-        planned = plan(
-            to_plan,
-            mini_batch_count=config.batch.mini_batches,
-            ranks=config.trainer.dp,
-            budget_tokens=config.batch.micro_batch_tokens,
-            seed=config.seed,
-            batch_id=batch_id,
-        )
+                        to_plan.append(PlanRow(leaf.row_id, uid, leaf.length, leaf.response_tokens))
+        planned = plan(to_plan, self._terms, mini_batch_count=config.batch.mini_batches, seed=config.seed, batch_id=batch_id)
         wire = [MiniBatch(ranks=[[[rows[row_id] for row_id in micro] for micro in rank] for rank in mini]).model_dump() for mini in planned]
         return msgspec.json.encode(wire)
 
@@ -243,12 +238,10 @@ class Training:
         core = self._core
         batch = core.ledger.batches[batch_id]
         location = core.store.location
-        mini_batches = _decode_plan(batch.plan, location)
+        mini_batches = decode_plan(batch.plan, location)
         if any(len(mini.ranks) != core.config.trainer.dp for mini in mini_batches):
             # Planned for another number of ranks before a restart: the same rows, dealt out anew.
-            mini_batches = _decode_plan(
-                self._plan(batch_id, [core.ledger.samples[uid] for uid in batch.uids], "consumed"), core.store.location
-            )
+            mini_batches = decode_plan(self._plan(batch_id, [core.ledger.samples[uid] for uid in batch.uids], "consumed"), location)
         trainer = core.config.trainer
         rate = trainer.learning_rate_at(batch_id, core.config.stop.batches)
         critic_rate = trainer.critic.learning_rate * rate / trainer.learning_rate if trainer.critic is not None else 0.0
@@ -449,7 +442,7 @@ class Training:
                 self._on_running_again(ledger.samples[uid])
 
 
-def _decode_plan(plan: bytes, location: str) -> list[MiniBatch]:
+def decode_plan(plan: bytes, location: str) -> list[MiniBatch]:
     """As it is on disk, but for where the store is: that may be another place than in the run's last life."""
     decoded = msgspec.json.decode(plan)
     for row in (row for mini in decoded for rank in mini["ranks"] for micro_batch in rank for row in micro_batch):

@@ -72,7 +72,7 @@ class ServiceUnderTest:
     def submit(self, body: bytes = b"", **params: Any) -> httpx.Response:
         return self.http.post(f"{self.url}/v1/runs/sort-digits/datasets", params=params, content=body or DATA.read_bytes())
 
-    def wait(self, condition: Callable[[dict[str, Any]], Any], what: str, deadline_s: float = 90.0) -> dict[str, Any]:
+    def wait(self, condition: Callable[[dict[str, Any]], Any], what: str, deadline_s: float = 180.0) -> dict[str, Any]:
         until = time.monotonic() + deadline_s
         while True:
             status = self.run()

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from rich.console import Console
 
-from benchmarks import client, policies
+from benchmarks import client, plan, policies
 from benchmarks.bound import FULL, MEAN_TOKENS, Case, Scale, facts_of, measure, modelled, tokens_of, with_lags
 from benchmarks.bound_service import WaitsAfter
 from benchmarks.driver import LEVELS, configuration
@@ -36,7 +36,7 @@ def test_the_configuration_of_the_overlap_benchmark_is_accepted(tmp_path, bound)
 
 @pytest.mark.parametrize(
     "name",
-    ["bound", "client", "driver", "ledger", "overlap", "push", "recovery", "scale", "start", "switch", "trainer", "worth"],
+    ["bound", "client", "driver", "ledger", "overlap", "plan", "push", "recovery", "scale", "start", "switch", "trainer", "worth"],
 )
 def test_every_benchmark_knows_quick_and_json(name):
     root = Path(__file__).parents[1]
@@ -44,6 +44,17 @@ def test_every_benchmark_knows_quick_and_json(name):
     argv = [sys.executable, "-m", f"benchmarks.{name}", "--help"]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=60, cwd=root, env=env)
     assert done.returncode == 0 and "--quick" in done.stdout and "--json" in done.stdout
+
+
+@pytest.mark.parametrize("name", plan.SETS)
+def test_a_case_of_the_plan_benchmark_is_measured_without_the_peer_too(name, tmp_path):
+    case = plan.measure(name, 64, 4, 0, plan.Verl(tmp_path / "nowhere"), 1)
+    assert (
+        case["max_over_mean"] >= case["no_split_below"] - 1e-9
+        and case["micro_batches"] >= case["fewest"]
+        and case["verl_max_over_mean"] is None
+    )
+    assert plan.figures_of([case], beside=False)["micro-batches of a rank above the lower bound, most"] <= 1
 
 
 def test_both_clients_of_the_client_benchmark_make_the_same_trajectories(monkeypatch):

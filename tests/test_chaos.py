@@ -22,6 +22,7 @@ from tests.chaos.attacks import (
     EXPLAINED,
     KILL,
     N_PER_SAMPLE,
+    REPAIR_S,
     STOP,
     STOP_FOR_GOOD,
     TERM,
@@ -76,7 +77,7 @@ def live_through(chaos: Chaos, attacks: list[Cell], rng: random.Random, *, in_a_
     try:
         chaos.start()
         assert chaos.service.submit(data(ROWS)).status_code == 201
-        chaos.service.wait(lambda s: s["trained_version"] >= 2, "two batches")
+        chaos.service.wait(lambda s: s["trained_version"] >= 2, "two batches", REPAIR_S)
         for cell in attacks:
             chaos.attack(cell, wait=rng.random() >= in_a_row)
         chaos.healthy()
@@ -147,11 +148,11 @@ def test_W1_A1_A2_killed_when_the_run_ends(tmp_path: Path) -> None:
     try:
         chaos.start()
         assert chaos.service.submit(data(ROWS)).status_code == 201
-        chaos.service.wait(lambda s: s["trained_version"] >= 2, "two batches")
+        chaos.service.wait(lambda s: s["trained_version"] >= 2, "two batches", REPAIR_S)
         chaos.service.http.post(f"{chaos.service.url}/v1/runs/sort-digits/drain")
         for moment in (BEFORE, LOST, AFTER):
             chaos.attack(Cell("driver", KILL, "RunEnded", moment), wait=False)
-        chaos.service.wait(lambda s: s["state"] == "finished", "the end")
+        chaos.service.wait(lambda s: s["state"] == "finished", "the end", REPAIR_S)
         finish(chaos)
         assert chaos.not_reached == []
     finally:

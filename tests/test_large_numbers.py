@@ -27,7 +27,7 @@ from driver.ledger import Upsert
 from driver.ledger_db import LedgerDB
 from driver.mix import Walk
 from tests.chaos.accounts import check_end
-from tests.chaos.attacks import BOUND, EXPLAINED, KILL, KINDS, N_PER_SAMPLE, STOP, Cell, Chaos, cells
+from tests.chaos.attacks import BOUND, EXPLAINED, KILL, KINDS, N_PER_SAMPLE, REPAIR_S, STOP, Cell, Chaos, cells
 from tests.chaos.points import AFTER, LOST
 from trainer.checkpoints import META, newest
 
@@ -87,7 +87,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     try:
         chaos.start()
         assert chaos.service.submit().status_code == 201
-        chaos.service.wait(lambda s: s["state"] == "finished", "two batches")
+        chaos.service.wait(lambda s: s["state"] == "finished", "two batches", REPAIR_S)
     finally:
         chaos.close()
     found = newest(chaos.run_dir / "checkpoints")
@@ -149,7 +149,7 @@ def test_W1_A1_A2_it_crosses_it_while_processes_are_killed_and_stopped(tmp_path:
             chaos.attack(cell, wait=rng.random() > 0.3)
         chaos.healthy()
         books = chaos.books()
-        chaos.service.wait(lambda s: s["trained_version"] > top and s["epoch"] >= top, "past it")
+        chaos.service.wait(lambda s: s["trained_version"] > top and s["epoch"] >= top, "past it", REPAIR_S)
         assert chaos.service.submit("".join(ROW % (n, n) for n in range(50, 90)).encode()).status_code == 201
         chaos.healthy()
         chaos.drain()

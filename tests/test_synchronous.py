@@ -25,7 +25,7 @@ import pytest
 from driver.advantage import advantages
 from driver.archive import read_trajectories
 from driver.balance import PlanRow as Planned
-from driver.balance import plan
+from driver.balance import Terms, plan
 from driver.ledger import traj_uid_of
 from driver.life import CHILD, free_port
 from rollout.answer import EngineError
@@ -92,7 +92,7 @@ class PlainLoop:
                     if advantage != 0.0:
                         by_id[row.row_id] = row.model_copy(update={"advantage": advantage})
                         planned.append(Planned(row.row_id, uid, row.length))
-            cut = plan(planned, mini_batch_count=2, ranks=1, budget_tokens=4096, seed=0, batch_id=batch_id)
+            cut = plan(planned, Terms(ranks=1, budget_tokens=4096), mini_batch_count=2, seed=0, batch_id=batch_id)
             mini_batches = [MiniBatch(ranks=[[[by_id[row_id] for row_id in micro] for micro in rank] for rank in mini]) for mini in cut]
             report = await self._trainer.train(batch_id, 0, RATE, mini_batches)
             self.trained.append(set(report.row_ids))

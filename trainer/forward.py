@@ -20,6 +20,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from trainer.device import moved, tensor
 from trainer.group import Group
+from trainer.layout import even_micro_batches
 from trainer.rows import Pack, Row, pack
 from trainer.spec import TrainerSpec
 from trainer.vocabulary import token_log_probs
@@ -99,9 +100,9 @@ class Forward:
         )
 
     def _evened(self, share: MicroBatches) -> MicroBatches:
-        """At least one micro-batch, and where ranks share experts as many as any rank has; those that are added are empty."""
+        """At least one micro-batch, and where the layout needs it as many as any rank has; those that are added are empty."""
         count = max(1, len(share))
-        if self._spec.ep > 1:
+        if even_micro_batches(self._spec.ep):
             count = int(self._group.maximum(torch.tensor(float(count))))
         return [*share, *([] for _ in range(count - len(share)))]
 

@@ -63,6 +63,17 @@ def sparse_layers(model: Mapping[str, Any]) -> list[bool]:
     return [layer not in dense and (layer + 1) % step == 0 for layer in layers]
 
 
+def sequence_unit(tp: int, cp: int) -> int:
+    """Each sequence of a micro-batch is padded to a multiple of this: context-parallel ranks take two equal pieces each."""
+    return 2 * cp * tp if cp > 1 else tp
+
+
+def even_micro_batches(ep: int) -> bool:
+    """Whether all data-parallel ranks need as many micro-batches: ranks that share experts meet in every layer of each. Pipeline stages
+    are of one replica and have the same ones anyhow; data-parallel ranks without experts meet at the step's end only."""
+    return ep > 1
+
+
 def misplaced(tp: int, sequence_parallel: bool, distributed_optimizer: bool, optimizer: str) -> str | None:
     """Which switch has nothing to switch, in a sentence with the remedy."""
     if sequence_parallel and tp == 1:

@@ -18,6 +18,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from store import Lease, StoreError, open_store
 from store.rows import row_of
 from trainer.fused import zigzag
+from trainer.layout import sequence_unit
 from trainer.model import packing
 from trainer.routes import Routing, packed_routes
 from trainer.wire import PlanRow, WireRef
@@ -149,7 +150,7 @@ def pack(
 
     No rows make the empty micro-batch: one token of which nothing is asked, for a rank that has none of its own.
     """
-    unit = 2 * cp_size * tp_size if cp_size > 1 else tp_size
+    unit = sequence_unit(tp_size, cp_size)
     order = sorted(range(len(rows)), key=lambda index: (-len(rows[index].input_ids), index))
     tokens, at, target, slot = (_Parts(np.int64) for _ in range(4))
     own = {name: _Parts(np.float32) for name in columns}

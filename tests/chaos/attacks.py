@@ -42,7 +42,7 @@ REPLAYS = ("RowsLost", "BatchUnmade", "EpochBegan", "resume")  # they come only 
 OFTEN = ("SampleRegistered", "TrajectoryReady", "put", "score", "free", "lock", "trainer lock")
 EXPLAINED = ("bad on purpose", "filtered: always right")
 """Words of the only reasons: rows that are bad or easy in the data. A kill explains none: with these budgets everything is tried again."""
-REPAIR_S = 300.0  # on a machine that has little time for us
+REPAIR_S = 600.0  # a trainer was seen to take 200 s to its first answer on a machine with 40 processes at work
 REACH_S, TRIES = 90.0, 2
 RESTART_WINDOW_S, RESTARTS = 60.0, 3  # the launcher leaves a process alone that dies five times in a minute
 

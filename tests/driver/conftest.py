@@ -10,12 +10,13 @@ from driver.mix import Walk
 
 
 def register(ledger: Ledger, *, tag: int = 0, bound: int = 2, n: int = 2) -> SampleRegistered:
-    position = ledger.cursor.get("", Walk()).position
+    walk = ledger.cursor.get("", Walk())
+    position = walk.position
     return SampleRegistered(
         uid=ledger.next_uid,
         segment=0,
         row_index=position,
-        pass_index=0,
+        pass_index=walk.pass_index,
         position=position,
         version_tag=tag,
         deadline_batch=tag + bound,

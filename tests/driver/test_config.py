@@ -60,7 +60,7 @@ def write(tmp_path: Path, **sections: object) -> Path:
         ({"rollout": {"n": 1}}, ["min_group", "exceeds rollout.n", "lower it"]),
         ({"rollout": {"n": 1, "min_group": 1}}, ["rollout.n is 1", "set trainer.critic"]),
         ({"batch": {"samples": 2, "mini_batches": 3}}, ["mini_batches (3) exceeds samples (2)"]),
-        ({"batch": {"micro_batch_tokens": 100}}, ["micro_batch_tokens (100)", "context_length"]),
+        ({"batch": {"micro_batch_tokens": 100}}, ["micro_batch_tokens (100)", "context_length", "batch.long_rows: alone"]),
         ({"rollout": {"context_length": 4096}, "batch": {"micro_batch_tokens": 8192}}, ["max_position_embeddings (256)"]),
         ({"reward": {"scorers": {"*": {"rule": "exact", "function": "a:b"}}}}, ["either `rule`"]),
         ({"reward": {"scorers": {"*": {"function": "nowhere.py:f"}}}}, ["there is no file", "nowhere.py"]),
@@ -107,6 +107,16 @@ def test_O1_O2_a_mistake_is_named_with_its_remedy(tmp_path, sections, words):
         load_config(write(tmp_path, **sections))
     for word in words:
         assert word in str(error.value)
+
+
+def test_N5_a_row_that_the_layout_would_pad_above_the_budget_is_refused_unless_it_may_be_alone(tmp_path: Path) -> None:
+    sections = {"rollout": {"context_length": 253}, "trainer": {"cp": 2}}
+    with pytest.raises(
+        ConfigError, match=r"micro_batch_tokens \(254\) is below rollout.context_length \(253, which the layout pads to 256\)"
+    ):
+        load_config(write(tmp_path, **sections, batch={"micro_batch_tokens": 254}))
+    load_config(write(tmp_path, **sections, batch={"micro_batch_tokens": 256}))
+    assert load_config(write(tmp_path, **sections, batch={"micro_batch_tokens": 64, "long_rows": "alone"})).batch.long_rows == "alone"
 
 
 def test_data_is_a_file_or_a_list_of_datasets_with_their_shares_beside_the_configuration(tmp_path: Path) -> None:

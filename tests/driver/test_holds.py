@@ -117,7 +117,7 @@ class Lab:
         return [DataRow(i, f"sort {i} =", None, "1", "sort", {}) for i in range(count)]
 
     async def until(self, condition: Any, what: str) -> None:
-        until = time.monotonic() + 10
+        until = time.monotonic() + 60
         while not condition():
             for task in self.tasks:
                 assert not task.done(), task.exception()

@@ -23,8 +23,11 @@ from driver.events import (
     EvaluationBegan,
     EvaluationEnded,
     Found,
+    MixChanged,
     Restarted,
+    RowSkipped,
     RowsLost,
+    RowSolved,
     SampleDiscarded,
     TrajectoryDiscarded,
     TrajectoryRetried,
@@ -34,6 +37,7 @@ from driver.events import (
 from driver.ledger import CONSUMED, FINISHED, READY, RUNNING, IllegalEvent, Ledger, Upsert, traj_uid_of
 from driver.ledger_db import LedgerDB
 from driver.ledger_load import check
+from driver.mix import Change
 from tests.driver.conftest import fields, ready, register
 
 P, N, BOUND = 2, 2, 2
@@ -172,6 +176,24 @@ class AnyRun(RuleBasedStateMachine):
         live = [s.uid for s in self.ledger.live()]
         if live:
             self.apply(SampleDiscarded(uid=data.draw(st.sampled_from(live)), reason="filtered", time=3.0))
+
+    @precondition(lambda self: self.has(READY))
+    @rule(data=st.data())
+    def a_row_is_solved(self, data: st.DataObject) -> None:
+        settled = [s.uid for s in self.ledger.live() if not s.waiting and (s.segment, s.row_index) not in self.ledger.solved]
+        if settled:
+            self.apply(RowSolved(uid=data.draw(st.sampled_from(settled)), of=N, time=3.0))
+
+    @precondition(lambda self: self.ledger.solved)
+    @rule(data=st.data())
+    def a_solved_row_is_left_out_of_the_next_pass(self, data: st.DataObject) -> None:
+        (segment, row_index), solved_in = data.draw(st.sampled_from(sorted(self.ledger.solved.items())))
+        place = {"segment": segment, "row_index": row_index, "pass_index": solved_in + 1, "position": self.ledger.cursor[""].position}
+        self.apply(RowSkipped(dataset_id="", **place, time=3.0))
+
+    @rule(weight=st.sampled_from([0.5, 2.0]))
+    def a_dataset_gets_another_share(self, weight: float) -> None:
+        self.apply(MixChanged(changes={"": Change(weight=weight)}, by="request", time=3.0))
 
     @precondition(lambda self: self.has(READY))
     @rule(data=st.data())

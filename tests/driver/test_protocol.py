@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from driver.balance import Terms
 from driver.config import load_config
 from driver.core import Core
 from driver.events import Leaf, TrajectoryReady
@@ -115,6 +116,7 @@ class Life:
             on_running_again=lambda sample: None,
             replace=self._replace,
             holds=Holds(self.core, cut=lambda sample, reason: None, moving=lambda: True),
+            terms=Terms(config.trainer.dp, config.batch.micro_batch_tokens),
         )
         self.training._client = self.trainer  # type: ignore[assignment]
 

@@ -53,6 +53,7 @@ async def test_A2_W7_a_checkpoint_of_batches_that_the_ledger_never_knew_is_refus
         on_running_again=nothing,
         replace=nothing,
         holds=nothing,
+        terms=nothing,
     )
     with pytest.raises(CheckpointMissing, match=r"step_2 holds version 2, but the ledger knows no batch 1.*older copy"):
         await training._reconcile(2, "step_2")
@@ -83,6 +84,7 @@ async def test_A5_W1_weights_are_published_only_when_the_ledger_has_on_disk_that
         on_running_again=nothing,
         replace=nothing,
         holds=nothing,
+        terms=nothing,
     )
 
     async def snapshot(*_arguments: Any) -> Any:
@@ -119,6 +121,7 @@ async def test_A2_after_a_loss_of_the_store_what_was_applied_is_committed_and_on
         on_running_again=lambda sample: again.append(sample.uid),
         replace=NOTHING,
         holds=NOTHING,
+        terms=NOTHING,
     )
     done: list[str] = []
 

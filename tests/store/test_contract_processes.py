@@ -128,7 +128,7 @@ def test_a_writer_killed_mid_put_leaves_no_object_and_the_key_is_free_again(back
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["mooncake"], indirect=True)
-def test_O2_the_bytes_of_a_writer_killed_mid_put_come_back(backend: Backend, spawn: Spawn) -> None:
+def test_the_bytes_of_a_writer_killed_mid_put_come_back(backend: Backend, spawn: Spawn) -> None:
     """Embedded it is at once; Mooncake's master waits, for the writer may only have been stopped."""
     backend.empty()
     writer = spawn(WRITER, backend.store.location, *BEFORE_PUBLISHING["mooncake"][1])
