@@ -169,6 +169,7 @@ async def commits(free: Any) -> tuple[Training, asyncio.Task[None]]:
         on_running_again=nothing,
         replace=nothing,
         holds=nothing,
+        terms=nothing,
     )
     return training, asyncio.create_task(training._record_commit(0, "step_0"))
 
