@@ -2,7 +2,7 @@
 
 A real service (`benchmarks.bound_service`: scripted trainer, paced engines) with a fixed number of trajectories running at once, at a
 pace that lets some 100 of them end a second; the trainer takes half the time that would make it the slow side. At most 8,192 have a
-request open: with 32,768 some wait for a slot and the others for an environment that takes its time over their answer. CPU is the driver
+request open: with 32,768 the others wait for an environment that takes its time over their answer. CPU is the driver
 process's, with its threads (SQLite, the archive); lag is how late the event loop comes to a task that wants to run every 10 ms, own is
 the CPU time that the loop used in between, which other work on the machine does not change.
 
@@ -39,7 +39,6 @@ LENGTHS = range(INTERVAL, 8 * INTERVAL, INTERVAL)  # of answers, in tokens: 1 to
 TOKENS = sum(LENGTHS) / len(LENGTHS)
 BESIDE = 1024  # trajectories at once, in the comparison with AReaL
 TAU_S = 0.05  # a batch, in the same
-AHEAD = 1.25  # in flight, of those that the engines decode at once (driver/watermark.py)
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ class Level:
     @property
     def aside(self) -> int:
         """Those that wait for an environment."""
-        return max(0, int(self.running - self.open * AHEAD))
+        return self.running - self.open
 
     @property
     def bound(self) -> int:
