@@ -411,8 +411,9 @@ class Dispatch:
                 score=result.score,
                 is_correct=result.is_correct,
                 row=number,
+                extras=self.turns.extras.of(trajectory.traj_uid, leaf),
             )
-            for number, (job, columns, result) in enumerate(zip(jobs, rows, results, strict=True))
+            for number, (job, leaf, columns, result) in enumerate(zip(jobs, leaves, rows, results, strict=True))
         ]
 
     def _job(self, row: DataRow, leaf_id: str, leaf: TreeLeaf) -> Job:

@@ -42,6 +42,7 @@ class Settings:
     slow_step: float = 0.0
     faults: Path | None = None
     allow_faults: bool = False
+    enable_return_routed_experts: bool = False
 
 
 def parse_flags(arguments: list[str]) -> Settings:
@@ -74,6 +75,9 @@ def parse_flags(arguments: list[str]) -> Settings:
         dest="deterministic",
         action="store_true",
         help="each request is computed alone, so its tokens depend on nothing but itself",
+    )
+    parser.add_argument(
+        "--enable-return-routed-experts", action="store_true", help="a request may ask where its tokens went, of a model with experts"
     )
     parser.add_argument("--threads", type=_count(1, MAX_THREADS), default=default.threads, help="torch threads")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default=default.dtype)
