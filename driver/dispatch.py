@@ -286,8 +286,7 @@ class Dispatch:
 
     def _store_free_bytes(self, reserved_bytes: int) -> int:
         """Room for rows of samples not yet registered (B2). The store is asked at most five times a second."""
-        stats = self._core.gate.stats()
-        return stats.capacity_bytes - stats.used_bytes - reserved_bytes - 2 * self._weights_bytes
+        return self._core.gate.room_bytes() - reserved_bytes - 2 * self._weights_bytes
 
     # ---- one trajectory ------------------------------------------------------------------------------------------------
 

@@ -356,7 +356,7 @@ class Training:
             done += [ref for s in samples for t in s.in_state("consumed") for leaf in t.leaves for ref in leaf.stored]
         core.apply(VersionCommitted(version=version, checkpoint=path, time=time.time()))
         await core.db.durable()
-        core.gate.free(done)
+        await core.gate.free_many(done)
 
     async def save_now(self) -> None:
         """On SIGTERM, once `run` has ended: hold what was applied in a checkpoint, so that nothing has to be replayed."""

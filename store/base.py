@@ -83,9 +83,15 @@ Value = np.ndarray | np.generic | Column
 
 @dataclass(frozen=True, slots=True)
 class StoreStats:
+    """`pending_frees` were freed and are still read; the oldest waits for `oldest_pending_s` (its reader is older than that). `spare_bytes`
+    are not in use and not given back: a put that needs them has them."""
+
     objects: int
     used_bytes: int
     capacity_bytes: int
+    pending_frees: int = 0
+    oldest_pending_s: float = 0.0
+    spare_bytes: int = 0
 
 
 class Lease(Mapping[str, np.ndarray]):
@@ -153,7 +159,13 @@ class Store(Protocol):
         """Idempotent. Raises Unavailable."""
         ...
 
-    def stats(self) -> StoreStats: ...
+    def room_bytes(self) -> int:
+        """What is not in use of the capacity. Raises Unavailable."""
+        ...
+
+    def stats(self) -> StoreStats:
+        """Counts the objects: a scan."""
+        ...
 
     def gauges(self) -> dict[str, float]: ...
 

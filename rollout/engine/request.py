@@ -67,6 +67,7 @@ class Request:
     input_tops: list[list[LogProb] | None] = field(default_factory=list)
     spans: list[tuple[str, int]] = field(default_factory=list)
     num_retractions: int = 0
+    phase: int | None = None  # of the steps in which it has a chunk; of the paced mode
     visible: int = 0  # how many tokens the client may have by now
     finish: dict[str, Any] | None = None
     routes: np.ndarray | None = None  # [length − 1 − routes_from, layers, k], once it has finished
