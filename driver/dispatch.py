@@ -281,8 +281,7 @@ class Dispatch:
 
     def _store_free_bytes(self, reserved_bytes: int) -> int:
         """Room for rows of samples not yet registered (B2). The store is asked at most five times a second."""
-        stats = self._core.gate.stats()
-        return stats.capacity_bytes - stats.used_bytes - reserved_bytes - 2 * self._weights_bytes
+        return self._core.gate.room_bytes() - reserved_bytes - 2 * self._weights_bytes
 
     # ---- one trajectory ------------------------------------------------------------------------------------------------
 
@@ -412,8 +411,9 @@ class Dispatch:
                 score=result.score,
                 is_correct=result.is_correct,
                 row=number,
+                extras=self.turns.extras.of(trajectory.traj_uid, leaf),
             )
-            for number, (job, columns, result) in enumerate(zip(jobs, rows, results, strict=True))
+            for number, (job, leaf, columns, result) in enumerate(zip(jobs, leaves, rows, results, strict=True))
         ]
 
     def _job(self, row: DataRow, leaf_id: str, leaf: TreeLeaf) -> Job:

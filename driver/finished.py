@@ -33,7 +33,7 @@ class Finished:
 
     async def committed(self, samples: list[Sample], outcome: str, reason: str | None) -> None:
         """Text, tokens and lineage of trajectories about to be finished, durable before the ledger says so."""
-        done = [(s, t) for s in samples for t in s.in_state("consumed")]
+        done = [(s, s.in_state("consumed")) for s in samples]
         gate = self._core.gate
         while True:
             await gate.usable()
@@ -45,18 +45,19 @@ class Finished:
                 gate.doubt(str(error))  # what was appended is appended again, and readers keep the last
                 await asyncio.sleep(AGAIN_S)
 
-    def _write(self, done: list[tuple[Sample, Trajectory]], outcome: str, reason: str | None) -> None:
-        for sample, trajectory in done:
-            self.archive.append(self._row(sample, trajectory, outcome, reason))
+    def _write(self, done: list[tuple[Sample, list[Trajectory]]], outcome: str, reason: str | None) -> None:
+        for sample, trajectories in done:
+            row = self._core.feed.row(sample.segment, sample.row_index)
+            for trajectory in trajectories:
+                self.archive.append(self._row(sample, row, trajectory, outcome, reason))
         self.archive.flush()
 
     def discarded(self, sample: Sample, trajectory: Trajectory) -> None:
         """To be written with the next flush: see `Archive.due`."""
-        reason = trajectory.reason
-        self._core.gate.behind(lambda: self.archive.append(self._row(sample, trajectory, "discarded", reason)))
+        row, reason = self._core.feed.row(sample.segment, sample.row_index), trajectory.reason
+        self._core.gate.behind(lambda: self.archive.append(self._row(sample, row, trajectory, "discarded", reason)))
 
-    def _row(self, sample: Sample, trajectory: Trajectory, outcome: str, reason: str | None) -> FinishedTrajectory:
-        row = self._core.feed.row(sample.segment, sample.row_index)
+    def _row(self, sample: Sample, row: DataRow, trajectory: Trajectory, outcome: str, reason: str | None) -> FinishedTrajectory:
         leaf = trajectory.leaves[0] if trajectory.leaves else None
         ids: list[int] = []
         mask: list[int] = []

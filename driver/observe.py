@@ -155,7 +155,12 @@ def queues(run: Run) -> dict[str, Any]:
         "batches_uncommitted": len(ledger.batches),
         "pushes_pending": int(run.publisher.pending),
         "engine_requests": {slot.engine_id: slot.open_requests for slot in run.pool.slots.values()},
-        "store": {"objects": stats.objects, "used_bytes": stats.used_bytes, "capacity_bytes": stats.capacity_bytes},
+        "store": {
+            "objects": stats.objects,
+            "used_bytes": stats.used_bytes,
+            "capacity_bytes": stats.capacity_bytes,
+            "location": run.store.location,
+        },
         "watermark": {
             "target": decision.watermark if decision else None,
             "binding": decision.binding if decision else None,
@@ -270,6 +275,7 @@ def gauges(run: Run) -> dict[str, float]:
         "headrace_store_away_ratio": float(run.core.gate.reason is not None),
         "headrace_dispatch_cut_tokens_total": float(run.dispatch.cut_tokens),
         **run.holds.gauges(),
+        **run.dispatch.turns.extras.gauges(),
         **run.bias.gauges(),
         **(run.evaluator.gauges() if run.evaluator is not None else {}),
         **observe_data.gauges(run),

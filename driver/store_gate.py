@@ -39,6 +39,8 @@ class StoreGate:
         self._behind = ThreadPoolExecutor(1, "store") if elsewhere else None
         self._stats = StoreStats(0, 0, capacity_bytes)
         self._stats_at: float | None = None
+        self._room_at: float | None = None
+        self._room_bytes = capacity_bytes
         self._counting: Future[None] | None = None
         self._unfreed: list[Ref] = []
 
@@ -115,6 +117,17 @@ class StoreGate:
         if these:
             self.behind(lambda: self._free(these))
 
+    async def free_many(self, refs: Iterable[Ref]) -> None:
+        """Thousands: in a thread of their own, embedded too. Who is cancelled waits all the same: the store may be parked next."""
+        if self._behind is not None:
+            return self.free(refs)
+        freeing = asyncio.create_task(asyncio.to_thread(self.store.free, list(refs)), name="free rows")
+        try:
+            await asyncio.shield(freeing)
+        except asyncio.CancelledError:
+            await freeing
+            raise
+
     def _free(self, refs: list[Ref]) -> None:
         try:
             self.store.free(refs)
@@ -149,6 +162,16 @@ class StoreGate:
             elif self.reason is None and (self._counting is None or self._counting.done()):
                 self._counting = self._behind.submit(self._quietly, self._count)
         return self._stats
+
+    def room_bytes(self) -> int:
+        """What is not in use, as of a moment ago. Does not wait, and counts no objects: it is asked for each new sample."""
+        if self.elsewhere:
+            stats = self.stats()
+            return stats.capacity_bytes - stats.used_bytes
+        now = time.monotonic()
+        if self._room_at is None or now - self._room_at > STATS_S:
+            self._room_at, self._room_bytes = now, self.store.room_bytes()
+        return self._room_bytes
 
     def _count(self) -> None:
         self._stats = self.store.stats()

@@ -352,7 +352,7 @@ class Training:
             done += [Ref.from_wire(ref) for leaf in leaves for ref in leaf.refs]
         core.apply(VersionCommitted(version=version, checkpoint=path, time=time.time()))
         await core.db.durable()
-        core.gate.free(done)
+        await core.gate.free_many(done)
 
     async def save_now(self) -> None:
         """On SIGTERM, once `run` has ended: hold what was applied in a checkpoint, so that nothing has to be replayed."""

@@ -120,12 +120,14 @@ async def serve(config: RunConfig, *, exit_when_done: bool) -> int:
     server = _Server(uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=5))
     with announced(config, sock) as url:
         log.info("run %s listens on %s", config.run_id, url)
+        collecting = asyncio.create_task(collector.collect(), name="collector")
         serving = asyncio.create_task(server.serve(sockets=[sock]), name="rest")
         try:
             if run.core.ledger.ended is None:
                 await submit_own(run)
             await runs.run(ended, exit_when_done=exit_when_done)
         finally:
+            collecting.cancel()
             server.should_exit = True
             await serving
             runs.close()

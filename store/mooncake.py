@@ -192,6 +192,10 @@ class MooncakeStore:
 
     # What there is
 
+    def room_bytes(self) -> int:
+        stats = self.stats()
+        return stats.capacity_bytes - stats.used_bytes
+
     def stats(self) -> StoreStats:
         """Of the whole master."""
         lost = self._mapped.lost()

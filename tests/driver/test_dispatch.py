@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+import orjson
 import pytest
 
 from driver.config import load_config
 from driver.core import Core
 from driver.datasets import DataRow
 from driver.dispatch import Dispatch
+from driver.extras import Extras
 from driver.feed import Feed
 from driver.ledger import Ledger
 from driver.ledger_db import LedgerDB
@@ -23,6 +27,7 @@ from driver.scoring import ScoreFailed, Scoring
 from driver.turns import GivenUp, Pace
 from driver.watermark import Watermark
 from rollout.answer import EngineError, Generation, Prefix, refusal
+from rollout.extras import Place, put
 from rollout.pool import EnginePool
 from rollout.tokens import TokenizerView
 from rollout.tree import Trajectory as Tree
@@ -81,10 +86,10 @@ def parts(tmp_path):
     store = EmbeddedStore(tmp_path / "store", 1 << 20)
     core = Core(config, ledger, db, Feed(db, seed=0, shuffle=False, passes=1), store)
 
-    async def replace(slot, reason): ...
+    async def replaced(slot, reason): ...
 
     pool = EnginePool(Clock())
-    pusher = Pusher(pool, deadline_s=1.0, logprob_tolerance=1e-3, replace=replace)
+    pusher = Pusher(pool, deadline_s=1.0, logprob_tolerance=1e-3, replace=replaced)
     scoring = Scoring(core, wait_s=0.0, deadline_s=1.0)
     watermark = Watermark(128)
     dispatch = Dispatch(core, pool, pusher, scoring, TokenizerView(config.model.path), watermark, on_discarded=lambda s, t: None)
@@ -453,6 +458,31 @@ def test_how_fast_tokens_come_is_measured_from_the_first_chunk_to_the_last():
         clock.now += seconds
         pace.came(tokens)
     assert pace.decoded == (24, 3.0)
+
+
+async def test_B1_of_all_requests_of_a_turn_only_the_last_ones_extras_stay(parts):
+    """In parts, cut off and asked again: each was told a key of its own, and each may have put something."""
+    dispatch, trajectory, engines = parts
+    core = dispatch._core
+    dispatch.turns.extras = Extras(core, wanted=True)
+    keys = []
+
+    class Engine(ScriptedEngine):
+        on_this_host = True
+
+        async def generate(self, input_ids: list[int], *more: Any, extras: Any = None, **others: Any) -> Generation:
+            keys.append(extras["key"])
+            step = self.script[0]
+            sampled = step.prefix.output_ids if isinstance(step, EngineError) else step.output_ids
+            said = put(Place(**extras), np.zeros((len(input_ids) + len(sampled) - 1, 2, 2), np.int32))
+            made = await super().generate(input_ids, *more, **others)
+            return replace(made, meta={"routed_experts": orjson.loads(orjson.dumps(said))})
+
+    engines(Engine(lost(7)), Engine(answer(8, finish="abort"), answer(9, EOS)))
+    made = await dispatch.turns.generate(trajectory, 0, [5, 6])
+    assert made.output_ids == [7, 8, 9, EOS] and len(set(keys)) == 3 and core.store.keys() == keys[2:]
+    dispatch.turns.forget(trajectory)
+    assert core.store.keys() == []
 
 
 def two_leaves() -> Tree:
