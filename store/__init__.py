@@ -4,11 +4,12 @@ The interface is `store.base.Store`. Embedded, the bytes lie in files under /dev
 """
 
 from store.base import Column, Damaged, Exists, Full, Gone, Lease, Ref, Store, StoreError, StoreStats, Unavailable, Value
-from store.embedded import EmbeddedStore, default_root
+from store.embedded import EmbeddedStore
 from store.format import occupied_bytes
 from store.mooncake import MooncakeStore, mooncake_location
 from store.opening import open_store
 from store.pieces import Bundle, Piece, TensorForm
+from store.places import LeftOver, default_root, left_over
 
 __all__ = [
     "Bundle",
@@ -19,6 +20,7 @@ __all__ = [
     "Full",
     "Gone",
     "Lease",
+    "LeftOver",
     "MooncakeStore",
     "Piece",
     "Ref",
@@ -29,6 +31,7 @@ __all__ = [
     "Unavailable",
     "Value",
     "default_root",
+    "left_over",
     "mooncake_location",
     "occupied_bytes",
     "open_store",

@@ -75,9 +75,15 @@ Value = np.ndarray | np.generic | Column
 
 @dataclass(frozen=True, slots=True)
 class StoreStats:
+    """`pending_frees` were freed and are still read; the oldest waits for `oldest_pending_s` (its reader is older than that). `spare_bytes`
+    are not in use and not given back: a put that needs them has them."""
+
     objects: int
     used_bytes: int
     capacity_bytes: int
+    pending_frees: int = 0
+    oldest_pending_s: float = 0.0
+    spare_bytes: int = 0
 
 
 class Lease(Mapping[str, np.ndarray]):

@@ -209,7 +209,8 @@ class MooncakeStore:
                     used += int(float(value))
                 else:
                     total, parts = total + int(float(value)), parts + 1
-        return StoreStats(max(0, objects - parts - len(self._frees)), max(0, used - parts * PART_BYTES), total * SPARE[1] // SPARE[0])
+        objects, used = max(0, objects - parts - len(self._frees)), max(0, used - parts * PART_BYTES)
+        return StoreStats(objects, used, total * SPARE[1] // SPARE[0], pending_frees=len(self._frees))
 
     def gauges(self) -> dict[str, float]:
         stats = self.stats()
