@@ -245,6 +245,8 @@ class MooncakeStore:
         for segment in self._ask("/get_all_segments").split():
             place = self._client.find(marker := part_name(segment))
             if isinstance(place, int):
+                if place in codes.MASTER_LOST:
+                    raise Unavailable(f"the store's master at {self._address.master} does not answer (Mooncake's code {place})")
                 continue
             with contextlib.suppress(LookupError), self._client.staging() as buffer:  # a dead one of this host is gone at once
                 self._mapped.bytes_of(place)
