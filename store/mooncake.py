@@ -31,7 +31,7 @@ import numpy as np
 
 from store import mooncake_client as codes
 from store import parking
-from store.base import Exists, Full, Lease, Ref, StoreError, StoreStats, Unavailable, Value
+from store.base import Exists, Full, Gone, Lease, Ref, StoreError, StoreStats, Unavailable, Value
 from store.format import encode, quoted, read_table
 from store.mooncake_client import Client
 from store.mooncake_frees import Frees
@@ -47,6 +47,7 @@ AGAIN_S = 0.02
 FINISH_S = 5.0
 HTTP_S = 5.0
 _LOCATION = re.compile(r"mooncake:(?P<host>[^/:]+|\[[^]/]+\]):(?P<port>\d+)/(?P<name>[A-Za-z0-9._-]+)\?http=(?P<http_port>\d+)")
+_SEGMENT = re.compile(r'segment_(?P<what>allocated|total_capacity)_bytes\{segment="(?P<segment>[^"]*)"\}')
 Read = TypeVar("Read")
 log = logging.getLogger("headrace.store")
 
@@ -191,18 +192,25 @@ class MooncakeStore:
 
     # What there is
 
+    def room_bytes(self) -> int:
+        stats = self.stats()
+        return stats.capacity_bytes - stats.used_bytes
+
     def stats(self) -> StoreStats:
         """Of the whole master."""
+        lost = self._mapped.lost()
         objects = used = total = parts = 0
         for line in self._ask("/metrics").splitlines():
             name, _, value = line.partition(" ")
-            if name == "master_allocated_bytes":
-                used = int(float(value))
-            elif name == "master_key_count":
+            if name == "master_key_count":
                 objects = int(float(value))
-            elif name.startswith("segment_total_capacity_bytes{"):
-                total, parts = total + int(float(value)), parts + 1
-        return StoreStats(max(0, objects - parts - len(self._frees)), max(0, used - parts * PART_BYTES), total * SPARE[1] // SPARE[0])
+            elif (found := _SEGMENT.fullmatch(name)) and found["segment"] not in lost:
+                if found["what"] == "allocated":
+                    used += int(float(value))
+                else:
+                    total, parts = total + int(float(value)), parts + 1
+        objects, used = max(0, objects - parts - len(self._frees)), max(0, used - parts * PART_BYTES)
+        return StoreStats(objects, used, total * SPARE[1] // SPARE[0], pending_frees=len(self._frees))
 
     def gauges(self) -> dict[str, float]:
         stats = self.stats()
@@ -215,8 +223,16 @@ class MooncakeStore:
 
     def keys(self) -> list[str]:
         prefix = f"{self._address.name}/"
-        names = self._ask("/get_all_keys").splitlines()
-        return [unquote(name.removeprefix(prefix)) for name in names if name.startswith(prefix) and name not in self._frees]
+        names = [name for name in self._ask("/get_all_keys").splitlines() if name.startswith(prefix) and name not in self._frees]
+        if self._mapped.lost():
+            names = [name for name in names if self._is_here(name)]
+        return [unquote(name.removeprefix(prefix)) for name in names]
+
+    def _is_here(self, name: str) -> bool:
+        try:
+            return size_of(self._client, self._mapped, name, name) > 0
+        except Gone:
+            return False
 
     def ref(self, key: str) -> Ref:
         name = self._name_of(key)
@@ -229,6 +245,8 @@ class MooncakeStore:
         for segment in self._ask("/get_all_segments").split():
             place = self._client.find(marker := part_name(segment))
             if isinstance(place, int):
+                if place in codes.MASTER_LOST:
+                    raise Unavailable(f"the store's master at {self._address.master} does not answer (Mooncake's code {place})")
                 continue
             with contextlib.suppress(LookupError), self._client.staging() as buffer:  # a dead one of this host is gone at once
                 self._mapped.bytes_of(place)

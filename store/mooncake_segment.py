@@ -31,7 +31,7 @@ from store.mooncake_client import Place
 
 DIRECTORY = Path(f"/dev/shm/headrace-{os.getuid()}-mooncake")
 _SUFFIX, _FACTS = ".bytes", ".json"
-KEPT_S = 3600
+KEPT_S = 600.0
 
 
 class Facts(msgspec.Struct, frozen=True):
@@ -136,16 +136,23 @@ class Mapped:
 
     def preferred(self) -> str | None:
         """The segment that a living process of this host gives to the master: what is put here is written there first."""
+        return next((facts.segment for facts in self._published() if not _is_dead(self._directory / facts.file)), None)
+
+    def lost(self) -> set[str]:
+        """The segments of this host whose process has died. The master will name them for a while."""
+        found = self._published()
+        return {facts.segment for facts in found} - {facts.segment for facts in found if not _is_dead(self._directory / facts.file)}
+
+    def _published(self) -> list[Facts]:
         try:
             changed = os.stat(self._directory).st_mtime_ns
             with self._guard:
                 if self._listed is None or self._listed[0] != changed:
                     found = [_read(path) for path in self._directory.glob(f"{self._network}-*{_FACTS}")]
                     self._listed = (changed, [facts for facts in found if facts.master == self._master])
-                listed = self._listed[1]
-            return next((facts.segment for facts in listed if not _is_dead(self._directory / facts.file)), None)
+                return self._listed[1]
         except OSError:
-            return None
+            return []
 
     def _map(self, path: Path) -> tuple[Facts, np.ndarray | None]:
         checked(self._directory)
@@ -165,13 +172,17 @@ def _facts_path(directory: Path, endpoint: str, net: int | None = None) -> Path:
 
 
 def _sweep(directory: Path) -> None:
-    """Take away what owners that have died left; with the directory's lock held."""
+    """Take away what owners that have died left; with the directory's lock held. The facts are kept for as long as a master may still
+    name that memory: that its owner has died is seen by them first."""
+    for path in directory.glob(f"*{_FACTS}"):
+        with contextlib.suppress(FileNotFoundError):
+            memory = directory / _read(path).file
+            if memory.exists() and _is_dead(memory):
+                path.touch()
+            elif not memory.exists() and time.time() - path.stat().st_mtime > KEPT_S:
+                path.unlink()
     for path in directory.glob(f"*{_SUFFIX}"):
         if _is_dead(path):
-            path.unlink(missing_ok=True)
-    for path in directory.glob(f"*{_FACTS}"):
-        # Kept for as long as a master may still name that memory: that its owner has died is seen here first.
-        if not (directory / _read(path).file).exists() and time.time() - path.stat().st_mtime > KEPT_S:
             path.unlink(missing_ok=True)
 
 

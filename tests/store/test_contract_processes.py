@@ -101,7 +101,7 @@ setattr(owner, name, stop)
 open_store(sys.argv[1]).put("k", {"a": np.full(100_000, 7)})
 """
 BEFORE_PUBLISHING = {
-    "embedded": [("store.embedded:_write_all", "before"), ("os:link", "before")],
+    "embedded": [("store.files:write_all", "before"), ("os:link", "before")],
     "mooncake": [("store.mooncake_client:Client.write", "before"), ("store.mooncake_client:Client.put_end", "before")],
 }
 PUBLISHED = {"embedded": ("os:link", "after"), "mooncake": ("store.mooncake_client:Client.put_end", "after")}
@@ -128,7 +128,7 @@ def test_a_writer_killed_mid_put_leaves_no_object_and_the_key_is_free_again(back
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["mooncake"], indirect=True)
-def test_O2_the_bytes_of_a_writer_killed_mid_put_come_back(backend: Backend, spawn: Spawn) -> None:
+def test_the_bytes_of_a_writer_killed_mid_put_come_back(backend: Backend, spawn: Spawn) -> None:
     """Embedded it is at once; Mooncake's master waits, for the writer may only have been stopped."""
     backend.empty()
     writer = spawn(WRITER, backend.store.location, *BEFORE_PUBLISHING["mooncake"][1])

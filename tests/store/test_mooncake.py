@@ -43,7 +43,7 @@ def test_what_is_no_location_is_refused_with_the_form_it_should_have(wrong: str)
         open_store(wrong)
 
 
-def test_N5_a_store_without_mooncake_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_O2_a_store_without_mooncake_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mooncake_client, "_version_of", lambda package: None)
     monkeypatch.setattr(mooncake_client, "is_reachable", lambda host, port: True)
     with pytest.raises(Unavailable, match="make mooncake"):
@@ -51,7 +51,7 @@ def test_N5_a_store_without_mooncake_says_how_to_install_it(monkeypatch: pytest.
 
 
 @needs_mooncake
-def test_N5_a_master_that_is_not_there_is_said_at_once() -> None:
+def test_O2_a_master_that_is_not_there_is_said_at_once() -> None:
     store = MooncakeStore(mooncake_location("127.0.0.1", free_port(), "run", free_port()))
     verbs: list[Any] = [lambda: store.put("k", {}), lambda: store.ref("k"), store.stats, store.keys, store.parts]
     for verb in verbs:
@@ -198,7 +198,7 @@ def test_a_put_that_cannot_be_written_is_taken_back_and_tried_again(backend: Bac
     with pytest.raises(Unavailable, match="'x' could not be written"):
         backend.store.put("x", {"a": np.arange(10)})
     monkeypatch.undo()
-    backend.settled(1, ref.size_bytes)
+    assert backend.store.stats().used_bytes == ref.size_bytes, "its bytes are free, and so is its key"
     backend.store.put("x", {"a": np.arange(10)})
 
 
@@ -287,6 +287,8 @@ def test_L2_a_process_that_gave_memory_and_is_killed_takes_its_objects_and_no_ot
             with pytest.raises(Gone):
                 store.ref(ref.key)
     assert 0 < len(found) < len(refs)
+    assert sorted(store.keys()) == sorted(refs[index].key for index in found)
+    assert store.stats().capacity_bytes == 32 * MB, "what is lost has no room"
     put = store.put("new", {"a": np.arange(10)})
     assert store.open(put)["a"].sum() == 45, "what is put now goes to who lives"
     assert stays.poll() is None
@@ -316,7 +318,7 @@ def test_the_next_owner_takes_away_what_a_killed_one_left(mooncake_host: Mooncak
     assert not left[0].exists()
 
 
-def test_two_masters_do_not_take_one_address(mooncake_host: MooncakeHost, spawn: Spawn) -> None:
+def test_O2_two_masters_do_not_take_one_address(mooncake_host: MooncakeHost, spawn: Spawn) -> None:
     mooncake_host.start(32 * MB, master=True)
     code = "import runpy, sys; sys.argv[0] = 'owner'; runpy.run_module('store.mooncake_owner', run_name='__main__')"
     second = spawn(code, "--location", mooncake_host.location("x"), "--port", free_port(), "--capacity-bytes", 32 * MB, "--master")
