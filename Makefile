@@ -2,6 +2,7 @@
 PYTHON ?= $(shell for p in python3.11 python3.12 python3; do command -v $$p >/dev/null 2>&1 && $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
 VENV ?= .venv
 SGLANG_VENV ?= .venv-sglang
+AREAL_VENV ?= .venv-areal
 VERL_VENV ?= .venv-verl
 BIN := $(VENV)/bin
 SEED ?= 0
@@ -9,7 +10,7 @@ JOBS ?= 2
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: setup mooncake sglang verl test-sglang demo test test-all conformance selfcheck mutants kills chaos lint figures clean help
+.PHONY: setup mooncake sglang areal verl test-sglang demo test test-all conformance selfcheck mutants kills chaos lint figures clean help
 
 help:
 	@echo "make demo       a tiny model learns to sort digits, on this CPU, in a few minutes (SEED=0 ARGS='--set rollout.n=4')"
@@ -57,6 +58,17 @@ $(SGLANG_VENV)/.ready: rollout/sglang/requirements.txt rollout/sglang/requiremen
 	@echo "checking, at $$(date +%T): can the server be imported?"
 	@PYTHONPATH=rollout/sglang/shims SGLANG_USE_CPU_ENGINE=1 $(SGLANG_VENV)/bin/python -P -W ignore -c \
 	  "import sglang.srt.entrypoints.http_server, torch; print('sglang', sglang.__version__, 'with torch', torch.__version__)"
+	@touch $@
+
+# The peer of benchmarks.driver, 1.8 GB, most of it torch.
+areal: $(AREAL_VENV)/.ready
+
+$(AREAL_VENV)/.ready: benchmarks/areal-requirements.txt
+	@test -n "$(PYTHON)" || { echo "AReaL needs Python 3.11 or newer; install it, or say where: make PYTHON=/path/to/python3.11"; exit 1; }
+	$(PYTHON) -m venv $(AREAL_VENV)
+	$(AREAL_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r benchmarks/areal-requirements.txt
+	$(AREAL_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps areal==1.0.4
+	@$(AREAL_VENV)/bin/python -P -W ignore -c "import areal.engine.sglang_remote, areal.workflow.rlvr; print('areal', areal.__version__)"
 	@touch $@
 
 # The peer of benchmarks.plan, 1.5 GB, most of it torch.
@@ -115,6 +127,7 @@ figures: setup
 	$(BIN)/python -m benchmarks.client --quick
 	$(BIN)/python -m benchmarks.recovery --quick
 	$(BIN)/python -m benchmarks.push --quick
+	$(BIN)/python -m benchmarks.handover --quick
 	$(BIN)/python -m benchmarks.bound --quick
 	$(BIN)/python -m benchmarks.ledger --quick
 	$(BIN)/python -m benchmarks.plan --quick

@@ -162,10 +162,10 @@ def configuration(case: Case, scale: Scale, directory: Path, store: Path) -> dic
 class Service:
     """The service of one case, asked over REST."""
 
-    def __init__(self, directory: Path, tau_s: float) -> None:
+    def __init__(self, directory: Path, tau_s: float, *options: str) -> None:
         self._directory = directory
         environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        argv = [sys.executable, "-P", "-m", "benchmarks.bound_service", str(directory / "config.yaml"), "--tau", f"{tau_s:.6f}"]
+        argv = [sys.executable, "-P", "-m", "benchmarks.bound_service", str(directory / "config.yaml"), "--tau", f"{tau_s:.6f}", *options]
         with (directory / "up.log").open("wb") as log:
             self._process = subprocess.Popen(argv, stdout=log, stderr=log, env=environment, cwd=directory)
         path = directory / "run" / "service.json"
@@ -199,6 +199,10 @@ class Service:
     def gauges(self) -> dict[str, float]:
         lines = [line for line in self._http.get("/metrics").text.splitlines() if not line.startswith("#")]
         return {line.partition("{")[0]: float(line.rpartition(" ")[2]) for line in lines}
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     def cpu_s(self) -> tuple[float, float]:
         """Of the driver, and of its engines."""

@@ -199,6 +199,7 @@ async def measure(client: str, engine: Engine, open_requests: int, count: int) -
                     marks.append((time.monotonic(), time.process_time(), engine.cpu_s()))
 
         workers = [asyncio.create_task(worker(number)) for number in range(open_requests)]
+        workers.append(asyncio.create_task(collector.collect()))
         # The first to come back has set the second mark, or has failed.
         await asyncio.gather(*(await asyncio.wait(workers, return_when=asyncio.FIRST_COMPLETED))[0])
         for one in workers:

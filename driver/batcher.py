@@ -67,6 +67,10 @@ class Choice:
     kind: str = "samples"  # held: P are ready, and taking them would make an older one miss its deadline
 
 
+def too_few(ready: int, samples_per_batch: int, oldest_uid: int) -> Choice:
+    return Choice(None, f"{ready} of {samples_per_batch} samples are ready; the oldest unfinished is sample {oldest_uid}", oldest_uid)
+
+
 def choose(candidates: Iterable[Candidate], next_batch: int, samples_per_batch: int, *, short_allowed: bool = False) -> Choice:
     """Take the P oldest ready samples, if what stays behind still fits (the dry-run); else hold, and say for whom.
 
@@ -78,10 +82,9 @@ def choose(candidates: Iterable[Candidate], next_batch: int, samples_per_batch: 
     ready = [c for c in everything if c.ready]
     if len(ready) < samples_per_batch and not (short_allowed and ready and len(ready) == len(everything)):
         oldest = next((c for c in everything if not c.ready), None)
-        have = f"{len(ready)} of {samples_per_batch} samples are ready"
         if oldest is None:
-            return Choice(None, f"{have} and none is running")
-        return Choice(None, f"{have}; the oldest unfinished is sample {oldest.uid}", oldest.uid)
+            return Choice(None, f"{len(ready)} of {samples_per_batch} samples are ready and none is running")
+        return too_few(len(ready), samples_per_batch, oldest.uid)
     taken = ready[:samples_per_batch]
     taken_uids = {c.uid for c in taken}
     left: dict[int, int] = {}

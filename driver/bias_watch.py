@@ -35,7 +35,7 @@ class BiasWatch:
         if sample.evaluation:
             return
         feed = self._core.feed
-        task_type = feed.row(sample.segment, sample.row_index).task_type
+        task_type = feed.task_type(sample.segment, sample.row_index)
         ends = [
             End(t.outcome or DISCARDED, self._tokens(t), t.reward, None if t.reason is None else kind_of(t.reason))
             for t in sample.trajectories

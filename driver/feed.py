@@ -16,6 +16,7 @@ import bisect
 import random
 import time
 from array import array
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
@@ -68,6 +69,7 @@ def shuffled(seed: int, pass_index: int, segment: int, rows: int) -> array[int]:
     return array("Q", order)
 
 
+TASK_TYPES = 65_536  # that are remembered
 _NEW = Walk()
 """Of a dataset of which nothing was registered yet. Never changed."""
 
@@ -90,6 +92,7 @@ class Feed:
         self._adding = asyncio.Lock()
         self._next_segment = max(self._dataset_of, default=-1) + 1
         self._decoder = msgspec.json.Decoder(DataRow)
+        self._task_types: OrderedDict[tuple[int, int], str] = OrderedDict()  # of the rows read last; written by threads too
 
     # ---- reading -----------------------------------------------------------------------------------------------------
 
@@ -171,7 +174,15 @@ class Feed:
     def row(self, segment: int, row_index: int) -> DataRow:
         found = self._db.query("SELECT payload FROM dataset_rows WHERE segment = ? AND row_index = ?", (segment, row_index))
         assert found, f"row {row_index} of segment {segment} is missing"
-        return self._decoder.decode(found[0][0])
+        row = self._decoder.decode(found[0][0])
+        self._task_types[segment, row_index] = row.task_type
+        if len(self._task_types) > TASK_TYPES:
+            self._task_types.popitem(last=False)
+        return row
+
+    def task_type(self, segment: int, row_index: int) -> str:
+        """Of a row; of one that was read not long ago it costs no look into the database."""
+        return self._task_types.get((segment, row_index)) or self.row(segment, row_index).task_type
 
     def dataset_of(self, segment: int) -> str:
         return self._dataset_of[segment]

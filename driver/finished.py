@@ -17,7 +17,7 @@ from driver.datasets import DataRow
 from driver.ledger import Sample, Trajectory, traj_uid_of
 from rollout.answer import Generation
 from rollout.tokens import TokenizerView
-from store import Gone, Ref, Unavailable
+from store import Gone, Ref, Unavailable, open_ref
 from store.rows import row_of
 
 AGAIN_S = 0.2
@@ -33,7 +33,7 @@ class Finished:
 
     async def committed(self, samples: list[Sample], outcome: str, reason: str | None) -> None:
         """Text, tokens and lineage of trajectories about to be finished, durable before the ledger says so."""
-        done = [(s, t) for s in samples for t in s.in_state("consumed")]
+        done = [(s, s.in_state("consumed")) for s in samples]
         gate = self._core.gate
         while True:
             await gate.usable()
@@ -45,18 +45,19 @@ class Finished:
                 gate.doubt(str(error))  # what was appended is appended again, and readers keep the last
                 await asyncio.sleep(AGAIN_S)
 
-    def _write(self, done: list[tuple[Sample, Trajectory]], outcome: str, reason: str | None) -> None:
-        for sample, trajectory in done:
-            self.archive.append(self._row(sample, trajectory, outcome, reason))
+    def _write(self, done: list[tuple[Sample, list[Trajectory]]], outcome: str, reason: str | None) -> None:
+        for sample, trajectories in done:
+            row = self._core.feed.row(sample.segment, sample.row_index)
+            for trajectory in trajectories:
+                self.archive.append(self._row(sample, row, trajectory, outcome, reason))
         self.archive.flush()
 
     def discarded(self, sample: Sample, trajectory: Trajectory) -> None:
         """To be written with the next flush: see `Archive.due`."""
-        reason = trajectory.reason
-        self._core.gate.behind(lambda: self.archive.append(self._row(sample, trajectory, "discarded", reason)))
+        row, reason = self._core.feed.row(sample.segment, sample.row_index), trajectory.reason
+        self._core.gate.behind(lambda: self.archive.append(self._row(sample, row, trajectory, "discarded", reason)))
 
-    def _row(self, sample: Sample, trajectory: Trajectory, outcome: str, reason: str | None) -> FinishedTrajectory:
-        row = self._core.feed.row(sample.segment, sample.row_index)
+    def _row(self, sample: Sample, row: DataRow, trajectory: Trajectory, outcome: str, reason: str | None) -> FinishedTrajectory:
         leaf = trajectory.leaves[0] if trajectory.leaves else None
         ids: list[int] = []
         mask: list[int] = []
@@ -64,7 +65,7 @@ class Finished:
         spans: list[list[int]] = []
         if leaf is not None:
             try:
-                with self._core.store.open(Ref.from_wire(leaf.rollout)) as lease:
+                with open_ref(Ref.from_wire(leaf.rollout), store=self._core.store) as lease:
                     columns = row_of(lease, leaf.row)
                     ids, mask = columns["input_ids"].tolist(), columns["response_mask"].tolist()
                     log_probs, spans = columns["rollout_log_probs"].tolist(), columns["version_spans"].tolist()
@@ -164,7 +165,7 @@ class Finished:
         """The responses of a live trajectory's leaves, decoded from the store."""
         out = []
         for leaf in trajectory.leaves:
-            with self._core.store.open(Ref.from_wire(leaf.rollout)) as lease:
+            with open_ref(Ref.from_wire(leaf.rollout), store=self._core.store) as lease:
                 columns = row_of(lease, leaf.row)
                 ids, mask = columns["input_ids"][1:], columns["response_mask"]
                 out.append(self._tokenizer.decode(ids[mask == 1].tolist()))
@@ -172,4 +173,4 @@ class Finished:
 
     def free(self, trajectories: list[Trajectory]) -> None:
         """Their rows go."""
-        self._core.gate.free(Ref.from_wire(ref) for t in trajectories for leaf in t.leaves for ref in leaf.refs)
+        self._core.gate.free(ref for t in trajectories for leaf in t.leaves for ref in leaf.stored)

@@ -18,7 +18,7 @@ import msgspec
 
 from driver.core import Core
 from driver.ledger import READY, RUNNING, Sample, Upsert
-from driver.policy import Decision, Group, Hold, Preset, decide, facts_of, is_ready
+from driver.policy import Decision, Group, Hold, Preset, decide, facts_of, is_ready, plainly_too_few
 from driver.settings import RunConfig
 
 log = logging.getLogger("headrace.holds")
@@ -109,7 +109,7 @@ class Holds:
 
     def _decide(self, short_allowed: bool) -> Decision:
         core, ledger = self._core, self._core.ledger
-        decision = decide(
+        decision = self._plainly(short_allowed) or decide(
             [self._group(sample) for sample in ledger.live()],
             ledger.next_batch,
             core.samples_per_batch,
@@ -126,6 +126,15 @@ class Holds:
             self._ended(self.hold, discarding=bool(decision.cuts))
         self.hold = decision.hold
         return decision
+
+    def _plainly(self, short_allowed: bool) -> Decision | None:
+        """Without going over all that lives, when the answer is plain."""
+        ledger = self._core.ledger
+        newest = next(reversed(ledger.samples.values()), None)
+        if self.preset.name != "strict" or short_allowed or newest is None or newest.evaluation or newest.batch_id is not None:
+            return None
+        ready, samples = ledger.settled_samples, self._core.samples_per_batch
+        return plainly_too_few(ledger.live(), newest, ledger.live_by_deadline, ready, samples)
 
     def is_ready(self, sample: Sample) -> bool:
         """May it be taken as it is?"""

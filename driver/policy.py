@@ -13,10 +13,10 @@ it (docs/staleness.md).
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from driver.batcher import Candidate, Choice, choose
+from driver.batcher import Candidate, Choice, choose, too_few
 from driver.ledger import READY, RUNNING, Sample
 
 
@@ -91,6 +91,31 @@ def is_ready(group: Group, preset: Preset) -> bool:
     if group.running == 0:
         return True
     return preset.name == "partial" and group.enough_s is not None and group.enough_s >= preset.partial_after_s
+
+
+def plainly_too_few(
+    live: Iterable[Sample], newest: Sample, live_by_deadline: Mapping[int, int], ready: int, samples_per_batch: int
+) -> Decision | None:
+    """What `decide` says under `strict` when fewer than P samples are ready and nothing else is in question; None when something may be.
+
+    Thousands of samples can be live, and this is what the trainer waits for most: it looks no further than to the first unfinished one
+    of `live`, which is in order of registration. `newest` has nothing ready and runs, so that no batch can be held for stragglers alone.
+    """
+    if ready >= samples_per_batch or any(t.state != RUNNING for t in newest.trajectories):
+        return None
+    passed: list[int] = []
+    for sample in live:
+        if sample.waiting:
+            break
+        passed.append(sample.deadline_batch)
+    else:
+        return None
+    deadline = sample.deadline_batch
+    earlier = sum(count for d, count in live_by_deadline.items() if d < deadline)
+    if sample is newest or earlier != sum(d < deadline for d in passed):  # alone, or a later one has an earlier deadline
+        return None
+    choice = too_few(ready, samples_per_batch, sample.uid)
+    return Decision(None, choice.reason, blocking_uid=choice.blocking_uid)
 
 
 def decide(

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from driver.hosts import visible
-from driver.life import ProcessSpec
+from driver.life import ProcessSpec, free_port
 from driver.planner import Placement
 from driver.role_wire import RoleSpec
 from driver.scale import Wanted
@@ -87,10 +87,15 @@ class Specs:
                 "--threads": rollout.threads,
                 "--dtype": self._config.trainer.dtype,  # what a push brings; its checksums are of those bytes
             }
-            switches = ["--deterministic"] if rollout.deterministic else []
+            switches = ["--deterministic"] * rollout.deterministic
+            switches += ["--enable-return-routed-experts"] * self._routed(role)
             return self._module("rollout.engine", *(str(part) for flag in flags.items() for part in flag), *switches, *rollout.engine_args)
 
         return self._spec(role, index, build)
+
+    def _routed(self, role: str) -> bool:
+        """Its rows are trained with the routing of their sampling; an evaluation's answers are no rows."""
+        return self._config.trainer.routing_replay and role != "evaluator"
 
     def _seed(self, role: str, index: int) -> int:
         return self._config.seed * 1000 + index + (500 if role == "evaluator" else 0)
@@ -108,12 +113,18 @@ class Specs:
                 stream_interval=rollout.stream_interval,
                 seed=self._seed(role, index),
                 dtype=self._config.trainer.dtype,
+                routed_experts=routed,
             )
 
-        def build(incarnation: int, port: int) -> list[str]:
-            return launch.command(rollout.sglang, server(port))
+        routed = self._routed(role)
 
-        spec = self._spec(role, index, build, launch.environment(rollout.sglang, rollout.threads), rollout.sglang.start_deadline_s)
+        def build(incarnation: int, port: int) -> list[str]:
+            if not routed:
+                return launch.command(rollout.sglang, server(port))
+            return launch.behind_sidecar(rollout.sglang, server(free_port()), port, self._run.store.location, rollout.threads)
+
+        env = None if routed else launch.environment(rollout.sglang, rollout.threads)
+        spec = self._spec(role, index, build, env, rollout.sglang.start_deadline_s)
         # It has nothing to save, and asked to end it takes a dying child for a crash and diagnoses it for 5 s.
         return replace(spec, stop_signal=signal.SIGKILL)
 

@@ -8,6 +8,7 @@ attached, the trainer is brought to the ledger's version. A process that can not
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import time
@@ -271,24 +272,22 @@ class Processes:
             if p.spec.role == "engine" and p.state != "ended" and name not in self._leaving:
                 yield Unused(name, p.url, p.incarnation, state, reason, time.monotonic() - since, limit_s)
 
+    async def shown(self) -> list[dict[str, Any]]:
+        """For REST: every process with its state and its children, which are the trainer's ranks and the reward service's workers."""
+        facts = self.facts
+        children = await asyncio.to_thread(_children, [each["pid"] for each in facts[1:]])
+        return [each | {"children": children.get(each["pid"], [])} for each in facts]
+
     @property
     def facts(self) -> list[dict[str, Any]]:
-        """For REST: every process with its state."""
+        """Every process with its state."""
         if self._launcher is None:
             return []
-        driver = {"role": "driver", "index": 0, "state": "ready", "incarnation": 0, "pid": os.getpid(), "url": "", "children": []}
+        driver = {"role": "driver", "index": 0, "state": "ready", "incarnation": 0, "pid": os.getpid(), "url": ""}
         return [
             driver,
             *(
-                {
-                    "role": p.spec.role,
-                    "index": p.spec.index,
-                    "state": p.state,
-                    "incarnation": p.incarnation,
-                    "pid": p.pid,
-                    "url": p.url,
-                    "children": _children(p.pid),  # the trainer's ranks, the reward service's workers
-                }
+                {"role": p.spec.role, "index": p.spec.index, "state": p.state, "incarnation": p.incarnation, "pid": p.pid, "url": p.url}
                 for p in self._launcher.processes.values()
             ),
         ]
@@ -436,8 +435,10 @@ class Processes:
         return any(process.spec.role == role and process.state in ("starting", "ready", "waiting") for process in processes)
 
 
-def _children(pid: int) -> list[int]:
-    try:
-        return [child.pid for child in psutil.Process(pid).children()]
-    except (psutil.NoSuchProcess, ValueError):
-        return []
+def _children(pids: list[int]) -> dict[int, list[int]]:
+    """Of each, out of all processes of the host: 10 ms and more."""
+    children: dict[int, list[int]] = {pid: [] for pid in pids}
+    for pid in psutil.pids() if pids else ():
+        with contextlib.suppress(psutil.Error):
+            children.get(psutil.Process(pid).ppid(), []).append(pid)
+    return children

@@ -194,7 +194,7 @@ def create_app(fleet: Runs, *, token: str | None, loopback: bool, shutdown: Call
     @app.get("/v1/runs/{run}/processes", tags=["runs"])
     async def processes(run: RunDep) -> list[dict[str, Any]]:
         """Every process of the run: role, state, incarnation, pid, address."""
-        return run.processes.facts
+        return await run.processes.shown()
 
     add_role_routes(app, run_of)
 

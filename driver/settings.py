@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from driver.mix import check_sum
+from driver.row_bytes import trajectory_bytes
 from driver.settings_data import CurriculumConfig, DataConfig, FilterConfig
 from driver.settings_evaluation import EvaluationConfig
 from driver.settings_roles import NAME as ROLE_NAME
@@ -469,8 +470,8 @@ class RunConfig(_Section):
 
     @property
     def sample_bytes(self) -> int:
-        """Worst case of one sample in the store: every trajectory at full length, its two objects with their headers."""
-        return self.rollout.n * (self.row_tokens * (4 + 1 + 4) + 4096 * 2)
+        """Worst case of one sample in the store: every trajectory at full length, with its routing where that is replayed."""
+        return self.rollout.n * trajectory_bytes(self.row_tokens, self.model.path if self.trainer.routing_replay else None)
 
     @field_validator("roles")
     @classmethod

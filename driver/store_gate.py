@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from store import Ref, Store, StoreError, StoreStats, Unavailable, Value
+from store import INLINE, Ref, Store, StoreError, StoreStats, Unavailable, Value
 
 log = logging.getLogger("headrace.store")
 PUTS_AT_ONCE = 16
@@ -39,6 +39,8 @@ class StoreGate:
         self._behind = ThreadPoolExecutor(1, "store") if elsewhere else None
         self._stats = StoreStats(0, 0, capacity_bytes)
         self._stats_at: float | None = None
+        self._room_at: float | None = None
+        self._room_bytes = capacity_bytes
         self._counting: Future[None] | None = None
         self._unfreed: list[Ref] = []
 
@@ -115,6 +117,17 @@ class StoreGate:
         if these:
             self.behind(lambda: self._free(these))
 
+    async def free_many(self, refs: Iterable[Ref]) -> None:
+        """Thousands: in a thread of their own, embedded too. Who is cancelled waits all the same: the store may be parked next."""
+        if self._behind is not None:
+            return self.free(refs)
+        freeing = asyncio.create_task(asyncio.to_thread(self.store.free, list(refs)), name="free rows")
+        try:
+            await asyncio.shield(freeing)
+        except asyncio.CancelledError:
+            await freeing
+            raise
+
     def _free(self, refs: list[Ref]) -> None:
         try:
             self.store.free(refs)
@@ -150,6 +163,16 @@ class StoreGate:
                 self._counting = self._behind.submit(self._quietly, self._count)
         return self._stats
 
+    def room_bytes(self) -> int:
+        """What is not in use, as of a moment ago. Does not wait, and counts no objects: it is asked for each new sample."""
+        if self.elsewhere:
+            stats = self.stats()
+            return stats.capacity_bytes - stats.used_bytes
+        now = time.monotonic()
+        if self._room_at is None or now - self._room_at > STATS_S:
+            self._room_at, self._room_bytes = now, self.store.room_bytes()
+        return self._room_bytes
+
     def _count(self) -> None:
         self._stats = self.store.stats()
 
@@ -169,4 +192,4 @@ class StoreGate:
 
 def moved(ref: dict[str, Any], location: str) -> dict[str, Any]:
     """A reference as the ledger has it, to the same object in the store that there is now."""
-    return ref if ref["location"] == location or "inline" in ref else {**ref, "location": location}
+    return ref if ref["location"] in (location, INLINE) else {**ref, "location": location}

@@ -29,6 +29,7 @@ from store import StoreError
 
 log = logging.getLogger("headrace.store")
 LOOK_S = 1.0
+CONFIRM_S = 0.5
 ANSWER_S = 5.0  # a store that has not said by then how it is counts as silent
 PREFIX = "store_lost/"
 SIDE = "store"
@@ -63,6 +64,7 @@ class StoreWatch:
         self._answer: asyncio.Future[frozenset[str]] | None = None
         self._parts: frozenset[str] = frozenset()
         self._down: dict[str, str] = {}  # processes of ours that do not run, with the reason
+        self._cause: str | None = None  # that a process died says more than that nobody answers since
         kept = core.db.query(f"SELECT value FROM meta WHERE name LIKE '{PREFIX}%' ORDER BY name")
         self.losses = [msgspec.json.decode(value, type=Loss) for (value,) in kept]
         self._gate.on_doubt = self._asked.set
@@ -71,8 +73,8 @@ class StoreWatch:
 
     def down(self, name: str, reason: str) -> None:
         """A process that holds the store has died, or is to be ended because it hangs."""
-        self._down[name] = reason.splitlines()[0].partition("; its log")[0]
-        self._shut(self._down[name])
+        self._cause = self._down[name] = reason.splitlines()[0].partition("; its log")[0]
+        self._shut(self._cause)
 
     def up(self, name: str) -> None:
         self._down.pop(name, None)
@@ -109,13 +111,15 @@ class StoreWatch:
             return
         try:
             found = await self._ask()
+            if self._parts - found and self._cause is None:  # one that can just be reached again may not have said all
+                await asyncio.sleep(CONFIRM_S)
+                found |= await self._ask()
         except StoreError as error:
-            if not self._down:  # else it is known why
-                self._shut(str(error))
+            self._shut(self._cause or str(error))
             return
         lost = self._parts - found
         if lost:
-            reason = self._gate.reason or f"its memory is not there any more: {', '.join(sorted(lost))}"
+            reason = self._cause or self._gate.reason or f"its memory is not there any more: {', '.join(sorted(lost))}"
             self._gate.shut(reason)
             self._gate.lost()
             try:
@@ -125,6 +129,7 @@ class StoreWatch:
                 return
         self._parts = found
         if self._gate.reason is not None:
+            self._cause = None
             self._gate.open()
             self._core.waiting(SIDE, None)
             self._core.ring()

@@ -25,6 +25,7 @@ import msgspec
 
 from driver.core import Core
 from driver.events import TrajectoryRetried
+from driver.extras import Extras
 from driver.ledger import RUNNING, Trajectory, Upsert
 from driver.prefix_log import PrefixLog
 from driver.prefixes import TurnBuffer, usable
@@ -121,6 +122,7 @@ class Turns:
         prefixes: PrefixLog | None = None,
     ) -> None:
         self._core = core
+        self.extras = Extras(core, wanted=core.config.trainer.routing_replay, through_router=routing is not None)
         self.prefixes = prefixes or PrefixLog(Path(), core.db, every_s=None, every_tokens=1, verified=pusher.verified)
         self._pool = pool
         self._pusher = pusher
@@ -173,6 +175,7 @@ class Turns:
         self.progress.pop(trajectory.traj_uid, None)
         self.spent.pop(trajectory.traj_uid, None)
         self._last.pop(trajectory.traj_uid, None)
+        self.extras.forget(trajectory)
         if trajectory.state != RUNNING:
             self.prefixes.ended(trajectory.traj_uid)
 
@@ -228,7 +231,9 @@ class Turns:
             spent.lost = True  # what it took before the restart is not known
         avoid: tuple[str, ...] = ()
         fruitless = 0  # tries in a row
+        place: dict[str, Any] | None = None
         for part in range(1_000_000):
+            self.extras.lost(trajectory.traj_uid, place)
             if fruitless > 1:
                 await asyncio.sleep(min(FIRST_PAUSE_S * 2 ** (fruitless - 2), LONGEST_PAUSE_S))
             if kept.output_ids and (kept.output_ids[-1] in stops or len(kept.output_ids) >= budget):
@@ -246,6 +251,7 @@ class Turns:
                 asker, prefer = f"trajectory {trajectory.traj_uid}", self._prefers(trajectory)
                 async with self._pool.acquire(ENGINE_WAIT_S, asker, avoid=avoid, prefer=prefer) as lease:
                     slot, way = lease.slot, self.way(lease)
+                    place = self.extras.ask(trajectory.traj_uid, rid, slot)
                     self._took(trajectory, slot)
                     buffer.asks(way.version, way.versions)
                     sent_at = way.clock()
@@ -258,6 +264,7 @@ class Turns:
                             stall_s=config.stall_s,
                             clock=way.clock,
                             version=way.version,
+                            extras=place,
                             on_tokens=self._count(trajectory, len(kept.output_ids), slot, buffer, pace),
                         )
                         slot.heard()
@@ -286,6 +293,7 @@ class Turns:
                 if len(received.output_ids) == len(answer.output_ids) and answer.finish_reason != "abort":
                     whole = joined(kept, answer)
                     buffer.kept(whole, whole.finish_reason)
+                    self.extras.came(trajectory.traj_uid, [*prompt_ids, *whole.output_ids], whole.meta)
                     return whole
                 spent.lost = True
                 # Aborted by the engine, or made by weights that failed their check: go on from what is good.

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollout.answer import EngineError
+from rollout.extras import STORED
 
 PAUSES_SINCE = (0, 5, 9)
 SPANS_SINCE = (0, 5, 20)
@@ -23,7 +24,8 @@ TRIED = "0.5.23"
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """`speculative` names the algorithm. `routed_experts` says that answers may carry them. `memory_saver`: a release frees memory.
+    """`speculative` names the algorithm. `routed_experts` says that answers may carry them, `stores_extras` that it can put them into a
+    store instead. `memory_saver`: a release frees memory.
 
     `device` is cpu or cuda.
     """
@@ -38,6 +40,7 @@ class Capabilities:
     speculative: str | None
     expert_parallel: int
     routed_experts: bool
+    stores_extras: bool
     tensor_parallel: int
     dp_size: int
     device: str
@@ -76,6 +79,7 @@ def capabilities_of(server_info: Mapping[str, Any], model_info: Mapping[str, Any
         speculative=server_info.get("speculative_algorithm"),
         expert_parallel=_size(server_info, "ep_size"),
         routed_experts=bool(server_info.get("enable_return_routed_experts", False)),
+        stores_extras=bool(server_info.get(STORED, False)),
         tensor_parallel=_size(server_info, "tp_size"),
         dp_size=_size(server_info, "dp_size"),
         device=str(server_info.get("device") or "cpu"),

@@ -26,6 +26,7 @@ from tenacity import AsyncRetrying, retry_if_exception, stop_after_attempt, wait
 from rollout.address import is_loopback
 from rollout.answer import Answer, EngineError, EventSplitter, Generation, check_log_probs, error_text, malformed, refusal
 from rollout.capabilities import Capabilities, capabilities_of
+from rollout.extras import REQUEST
 
 Clock = Callable[[], float]
 OnTokens = Callable[[list[int], list[float], str], None]
@@ -106,13 +107,17 @@ class EngineClient:
         stream: bool = True,
         clock: Clock = time.monotonic,
         version: str | None = None,
+        extras: Mapping[str, Any] | None = None,
         on_tokens: OnTokens | None = None,
     ) -> Generation:
         """Sample a continuation of `input_ids`; `sampling` is SGLang's sampling_params, `version` what the engine serves now.
 
+        `extras` is where its routed experts are to be put (`rollout.extras`): the answer's meta then has the reference.
         `on_tokens(ids, log_probs, version)` hears of the new tokens of each chunk. Unstreamed, `stall_s` bounds the whole answer.
         """
         body = {"input_ids": list(input_ids), "sampling_params": dict(sampling), "rid": rid, "return_logprob": True, "stream": stream}
+        if extras is not None:
+            body |= {"return_routed_experts": True, REQUEST: dict(extras)}
         answer = Answer(len(input_ids), max_new_tokens=sampling.get("max_new_tokens"), vocab_size=self.vocab_size, version=version)
         try:
             async with Progress(stall_s, clock) as progress, aclosing(self._payloads(body, stream)) as payloads:

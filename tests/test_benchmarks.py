@@ -4,20 +4,27 @@ import asyncio
 import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 from rich.console import Console
 
 from benchmarks import client, plan, policies
 from benchmarks.bound import FULL, MEAN_TOKENS, Case, Scale, facts_of, measure, modelled, tokens_of, with_lags
+from benchmarks.bound_service import WaitsAfter
+from benchmarks.driver import LEVELS, configuration
+from benchmarks.loop_watch import told, watching
 from benchmarks.overlap import CONFIG, settings_of
 from benchmarks.push import Model, Shape
 from benchmarks.trainer import BUDGET_TOKENS, Rows, planned, trace_rows
 from driver.checkpoint_files import tensor_shapes
 from driver.config import load_config
 from driver.whatif import simulate
+from rollout.answer import Generation
+from rollout.workflow import Task
 from store import EmbeddedStore
 
 
@@ -29,7 +36,23 @@ def test_the_configuration_of_the_overlap_benchmark_is_accepted(tmp_path, bound)
 
 @pytest.mark.parametrize(
     "name",
-    ["bound", "client", "driver", "ledger", "overlap", "plan", "push", "recovery", "scale", "start", "switch", "trainer", "worth"],
+    [
+        "arrival",
+        "bound",
+        "client",
+        "driver",
+        "handover",
+        "ledger",
+        "overlap",
+        "plan",
+        "push",
+        "recovery",
+        "scale",
+        "start",
+        "switch",
+        "trainer",
+        "worth",
+    ],
 )
 def test_every_benchmark_knows_quick_and_json(name):
     root = Path(__file__).parents[1]
@@ -136,3 +159,42 @@ def test_A3_L1_a_case_of_the_bound_is_measured_by_a_real_service_that_wastes_not
     facts = facts_of("mild", tiny)
     assert found.training_s >= facts.tau_s and found.pause_s > 0 and found.score_s > 0
     assert modelled(with_lags(facts, found), 2, 30).fraction <= modelled(facts, 2, 30).fraction
+
+
+@pytest.mark.parametrize("running", list(LEVELS))
+def test_the_configuration_of_the_driver_benchmark_is_accepted_and_opens_no_more_requests_than_it_says(tmp_path, running):
+    level = LEVELS[running]
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(configuration(level, tmp_path, tmp_path / "store")))
+    rollout = load_config(path).rollout
+    assert rollout.max_running_requests * rollout.engines == level.open <= 8192
+    assert level.aside == 0 or rollout.max_open_requests == rollout.max_running_requests
+
+
+async def test_the_environment_of_the_driver_benchmark_keeps_so_many_waiting():
+    async def generate(input_ids):
+        return Generation([5], [-1.0], [("v", 0, 1)], "stop", 1)
+
+    waits = WaitsAfter(2)
+    tasks = [asyncio.create_task(waits(Task((1,), {}), generate)) for _ in range(5)]
+    done, waiting = await asyncio.wait(tasks, timeout=30, return_when=asyncio.FIRST_COMPLETED)
+    while len(done) < 3:
+        more, waiting = await asyncio.wait(waiting, timeout=30, return_when=asyncio.FIRST_COMPLETED)
+        done |= more
+    assert [task.done() for task in tasks] == [True, True, True, False, False], "the first come are the first to go"
+    for task in tasks:
+        task.cancel()
+
+
+async def test_where_a_loop_stands_still_is_told(tmp_path):
+    path, until = tmp_path / "stops.jsonl", time.monotonic() + 30
+
+    def stands_still(watch):
+        while not watch.stacks and time.monotonic() < until:
+            time.sleep(0.01)  # it is what is looked for
+
+    with watching(path) as watch:
+        await asyncio.sleep(0.01)
+        stands_still(watch)
+        await asyncio.sleep(0.05)
+    assert "stops above 15 ms" in told(path) and "stands_still" in told(path)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from store import Lease, StoreError, open_store
+from store import Lease, StoreError, Unavailable, open_ref
 from store.rows import row_of
 from trainer.fused import zigzag
 from trainer.layout import sequence_unit
@@ -72,7 +72,8 @@ def open_row(planned: PlanRow, vocab_size: int, routing: Routing | None = None) 
         if routing is not None and planned.extras is not None:
             columns["routed_experts"] = _opened(planned.extras)["routed_experts"]  # the view keeps the object in place
     except StoreError as error:
-        raise Unreadable(410, f"row {planned.row_id}: {error}") from error
+        away = f" ({planned.rollout.location})" if isinstance(error, Unavailable) else ""  # which host it is that does not answer
+        raise Unreadable(410, f"row {planned.row_id}: {error}{away}") from error
     except ValueError as error:
         raise Unreadable(422, f"row {planned.row_id}: {error}") from error
     ids, mask, spans = columns["input_ids"], columns["response_mask"], columns["version_spans"]
@@ -113,7 +114,7 @@ def open_row(planned: PlanRow, vocab_size: int, routing: Routing | None = None) 
 
 
 def _opened(ref: WireRef) -> Lease:
-    return open_store(ref.location).open(ref.ref())
+    return open_ref(ref.ref())
 
 
 @dataclass(frozen=True, eq=False)

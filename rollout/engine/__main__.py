@@ -39,6 +39,8 @@ def main() -> None:
     die_with_parent()
     try:
         config = read_config(settings.model_path)
+        if settings.enable_return_routed_experts and config.experts is None:
+            raise ValueError(f"{settings.model_path} has no experts: leave out --enable-return-routed-experts")
         script = read_script(settings)
         listener = listen(settings.host, settings.port)
     except ValueError as error:

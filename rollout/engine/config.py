@@ -12,12 +12,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ARCHITECTURES = ("Qwen3ForCausalLM", "LlamaForCausalLM", "Qwen2ForCausalLM")
+ARCHITECTURES = ("Qwen3ForCausalLM", "LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3MoeForCausalLM")
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsConfig:
+    """The mixture that some layers have in place of an MLP."""
+
+    experts: int
+    k: int
+    intermediate_size: int
+    normalized: bool
+    layers: frozenset[int]
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The shape of a decoder-only transformer with RMSNorm, rotary positions, grouped queries and a gated SiLU MLP."""
+    """The shape of a decoder-only transformer with RMSNorm, rotary positions, grouped queries and a gated SiLU MLP, or experts."""
 
     architecture: str
     model_type: str
@@ -35,6 +46,7 @@ class ModelConfig:
     qk_norm: bool
     qkv_bias: bool
     out_bias: bool
+    experts: ExpertsConfig | None
     eos_ids: frozenset[int]
 
 
@@ -67,10 +79,24 @@ def read_config(directory: Path) -> ModelConfig:
         rope_theta=_rope_theta(raw),
         max_positions=int(raw.get("max_position_embeddings", 2048)),
         tied=bool(raw.get("tie_word_embeddings", False)),
-        qk_norm=architecture == "Qwen3ForCausalLM",
+        qk_norm=architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
         qkv_bias=qwen2 or attention_bias,
         out_bias=not qwen2 and attention_bias,
+        experts=_experts(raw) if architecture == "Qwen3MoeForCausalLM" else None,
         eos_ids=_eos_ids(raw, directory),
+    )
+
+
+def _experts(raw: dict[str, Any]) -> ExpertsConfig:
+    """Every `decoder_sparse_step`th layer has some, but those in `mlp_only_layers`. transformers 5 has another name for their number."""
+    step, dense = int(raw.get("decoder_sparse_step", 1)), set(raw.get("mlp_only_layers") or ())
+    layers = range(int(raw["num_hidden_layers"]))
+    return ExpertsConfig(
+        experts=int(raw["num_local_experts"] if "num_local_experts" in raw else raw["num_experts"]),
+        k=int(raw["num_experts_per_tok"]),
+        intermediate_size=int(raw["moe_intermediate_size"]),
+        normalized=bool(raw.get("norm_topk_prob", False)),
+        layers=frozenset(layer for layer in layers if layer not in dense and (layer + 1) % step == 0),
     )
 
 

@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
+from rollout import extras
 from rollout.engine import protocol
 from rollout.engine.config import ModelConfig
 from rollout.engine.control import Control, Outcome
@@ -129,20 +130,24 @@ class Engine:
             raise ValueError("text needs a tokenizer, and this engine runs without one; send input_ids")
         return self._text.encode(str(body.text))
 
-    async def replies(self, request: Request) -> AsyncIterator[dict[str, Any]]:
-        """A reply for each announcement, the last one with its finish_reason."""
+    async def replies(self, request: Request, place: extras.Place | None = None) -> AsyncIterator[dict[str, Any]]:
+        """A reply for each announcement, the last one with its finish_reason. What is to be put into a store then is there."""
         sent = Sent() if self.settings.incremental_streaming_output and request.stream else None
         while True:
             await request.news.wait()
             request.news.clear()
             reply = build_reply(request, self.weight_version, self._text, sent)
+            if reply["meta_info"]["finish_reason"] is None:
+                yield reply
+                continue
+            if request.routes is not None and (place is None or reply["meta_info"]["finish_reason"]["type"] != "abort"):
+                reply["meta_info"]["routed_experts"] = await extras.answered(request.routes, place)
             yield reply
-            if reply["meta_info"]["finish_reason"] is not None:
-                return
+            return
 
-    async def last_reply(self, request: Request) -> dict[str, Any]:
+    async def last_reply(self, request: Request, place: extras.Place | None = None) -> dict[str, Any]:
         """Raises RequestFailed when the request ended with an HTTP status."""
-        async for reply in self.replies(request):
+        async for reply in self.replies(request, place):
             last = reply
         finish = last["meta_info"]["finish_reason"]
         if finish["type"] == "abort" and (finish.get("status_code") or 0) >= 400:

@@ -10,6 +10,7 @@ from typing import Any
 
 from rollout.engine.engine import Engine
 from rollout.engine.weights import overall_checksum
+from rollout.extras import STORED
 
 SGLANG_VERSION = "0.5.23"  # whose API this is
 LOAD_SECTIONS = {"core", "memory", "spec", "lora", "disagg", "queues", "all"}
@@ -62,7 +63,8 @@ def server_info(engine: Engine) -> dict[str, Any]:
         "ep_size": 1,
         "device": "cpu",
         "enable_memory_saver": False,
-        "enable_return_routed_experts": False,
+        "enable_return_routed_experts": settings.enable_return_routed_experts,
+        STORED: settings.enable_return_routed_experts,
         "speculative_algorithm": None,
         "disaggregation_mode": "null",
         "status": "ready",

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from rollout.engine.config import ModelConfig
+from rollout.engine.experts import Experts, Routes
 
 KEY, VALUE = 0, 1
 
@@ -23,7 +24,9 @@ KEY, VALUE = 0, 1
 class KVCache:
     """`data` is [2, layers, rows, kv_heads, max_tokens, head_dim], or None while its memory is released."""
 
-    def __init__(self, config: ModelConfig, rows: int, max_tokens: int, dtype: torch.dtype) -> None:
+    def __init__(self, config: ModelConfig, rows: int, max_tokens: int, dtype: torch.dtype, *, keep_routes: bool = False) -> None:
+        experts = config.experts
+        self.routes = Routes(rows, max_tokens, config.layers, experts.k, experts.experts) if experts and keep_routes else None
         self.shape = (2, config.layers, rows, config.kv_heads, max_tokens, config.head_dim)
         self.dtype = dtype
         self.data: Tensor | None = None
@@ -36,14 +39,23 @@ class KVCache:
     def allocate(self) -> None:
         """Zero pages cost nothing until they are touched, so a generous context is free until it is used."""
         self.data = torch.zeros(self.shape, dtype=self.dtype)
+        if self.routes is not None:
+            self.routes.allocate()
 
     def release(self) -> None:
         self.data = None
+        if self.routes is not None:
+            self.routes.release()
+
+    def routes_of(self, rows: slice) -> Tensor | None:
+        return None if self.routes is None or self.routes.data is None else self.routes.data[rows]
 
     def move(self, sources: list[int], targets: list[int], tokens: int) -> None:
         """Rows `sources` take the places `targets`, which close the gaps that finished requests left."""
         assert self.data is not None
         self.data[:, :, targets, :, :tokens] = self.data[:, :, sources, :, :tokens]
+        if self.routes is not None:
+            self.routes.move(sources, targets, tokens)
 
     def clear(self, row: int) -> None:
         """After numbers that are not finite: the row's next owner must not multiply them by 0."""
@@ -61,8 +73,17 @@ class Layer:
     out: Tensor  # [hidden, heads head_dim]
     out_bias: Tensor | None
     mlp_norm: Tensor
+    mlp: Dense | Experts
+
+
+@dataclass(slots=True)
+class Dense:
     gate_up: Tensor  # [2 intermediate, hidden]
     down: Tensor  # [hidden, intermediate]
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, None]:
+        gate, up = F.linear(x, self.gate_up).chunk(2, dim=-1)
+        return F.linear(F.silu(gate) * up, self.down), None
 
 
 class Model:
@@ -102,11 +123,22 @@ class Model:
             out=self._named(f"{attention}.o_proj.weight", hidden, heads_width),
             out_bias=self._named(f"{attention}.o_proj.bias", hidden) if config.out_bias else None,
             mlp_norm=self._named(f"{prefix}.post_attention_layernorm.weight", hidden),
-            gate_up=self._fused(
-                [f"{prefix}.mlp.{part}.weight" for part in ("gate_proj", "up_proj")], [config.intermediate_size] * 2, hidden
-            ),
-            down=self._named(f"{prefix}.mlp.down_proj.weight", hidden, config.intermediate_size),
+            mlp=self._experts(f"{prefix}.mlp") if config.experts and index in config.experts.layers else self._mlp(f"{prefix}.mlp"),
         )
+
+    def _mlp(self, prefix: str, width: int | None = None) -> Dense:
+        hidden, width = self.config.hidden_size, width or self.config.intermediate_size
+        return Dense(
+            gate_up=self._fused([f"{prefix}.{part}.weight" for part in ("gate_proj", "up_proj")], [width] * 2, hidden),
+            down=self._named(f"{prefix}.down_proj.weight", hidden, width),
+        )
+
+    def _experts(self, prefix: str) -> Experts:
+        experts = self.config.experts
+        assert experts is not None
+        router = self._named(f"{prefix}.gate.weight", experts.experts, self.config.hidden_size)
+        each = [self._mlp(f"{prefix}.experts.{number}", experts.intermediate_size) for number in range(experts.experts)]
+        return Experts(router, [one.gate_up for one in each], [one.down for one in each], experts.k, experts.normalized)
 
     def _rotations(self, positions: int) -> tuple[Tensor, Tensor]:
         """cos and sin, each [positions, head_dim], the two halves alike."""
@@ -116,8 +148,11 @@ class Model:
         angles = torch.cat((angles, angles), dim=-1)
         return angles.cos().to(self.dtype), angles.sin().to(self.dtype)
 
-    def decode(self, cache: Tensor, tokens: Tensor, positions: Tensor) -> Tensor:
-        """One token for each row. `cache` [2, layers, B, kv_heads, max, head_dim], `tokens` and `positions` [B] → hidden [B, hidden]."""
+    def decode(self, cache: Tensor, tokens: Tensor, positions: Tensor, routes: Tensor | None = None) -> Tensor:
+        """One token for each row. `cache` [2, layers, B, kv_heads, max, head_dim], `tokens` and `positions` [B] → hidden [B, hidden].
+
+        `routes` [B, max, layers, k] is told which experts the tokens went to.
+        """
         config, batch = self.config, tokens.shape[0]
         group = config.heads // config.kv_heads
         cos, sin = self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
@@ -135,11 +170,13 @@ class Model:
             # The queries that share a kv head stand where attention expects a query's length: no key is repeated.
             q = q.reshape(batch, config.kv_heads, group, config.head_dim)
             attended = F.scaled_dot_product_attention(q, keys[:, :, :seen], values[:, :, :seen], attn_mask=bias)
-            x = self._finish(layer, x, attended.reshape(batch, -1))
+            x, chosen = self._finish(layer, x, attended.reshape(batch, -1))
+            if routes is not None and chosen is not None:
+                routes[rows, positions, index] = chosen.to(routes.dtype)
         return F.rms_norm(x, (config.hidden_size,), self._norm, config.norm_eps)
 
-    def prefill(self, cache: Tensor, tokens: Tensor) -> Tensor:
-        """Whole sequences from position 0, right-padded. `cache` as in decode, `tokens` [B, L] → hidden [B, L, hidden].
+    def prefill(self, cache: Tensor, tokens: Tensor, routes: Tensor | None = None) -> Tensor:
+        """Whole sequences from position 0, right-padded. `cache` and `routes` as in decode, `tokens` [B, L] → hidden [B, L, hidden].
 
         Padding needs no mask: with causal attention only padding looks at padding, and decode overwrites or masks what it leaves.
         """
@@ -154,7 +191,9 @@ class Model:
             cache[VALUE, index, :, :, :length] = v
             grouped = config.heads != config.kv_heads
             attended = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, is_causal=True, enable_gqa=grouped)
-            x = self._finish(layer, x, attended.transpose(1, 2).reshape(batch, length, -1))
+            x, chosen = self._finish(layer, x, attended.transpose(1, 2).reshape(batch, length, -1))
+            if routes is not None and chosen is not None:
+                routes[:, :length, index] = chosen.view(batch, length, -1).to(routes.dtype)
         return F.rms_norm(x, (config.hidden_size,), self._norm, config.norm_eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -171,11 +210,12 @@ class Model:
             k = F.rms_norm(k, (config.head_dim,), layer.k_norm, config.norm_eps)
         return _rotate(q, cos, sin), _rotate(k, cos, sin), v
 
-    def _finish(self, layer: Layer, x: Tensor, attended: Tensor) -> Tensor:
+    def _finish(self, layer: Layer, x: Tensor, attended: Tensor) -> tuple[Tensor, Tensor | None]:
+        """x after the layer, and the experts of each of its tokens [t, k] where it has some."""
         x = x + F.linear(attended, layer.out, layer.out_bias)
         normed = F.rms_norm(x, (self.config.hidden_size,), layer.mlp_norm, self.config.norm_eps)
-        gate, up = F.linear(normed, layer.gate_up).chunk(2, dim=-1)
-        return x + F.linear(F.silu(gate) * up, layer.down)
+        made, chosen = layer.mlp(normed.flatten(0, -2))
+        return x + made.view_as(x), chosen
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

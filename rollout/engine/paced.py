@@ -10,6 +10,10 @@ What would need numbers is refused, in words: weights, checksums, log-probs of a
 `--paced-pushes` it passes, for benchmarks of a whole run: weights are copied and compared as by any engine, nothing computes with them,
 and the log-probs of a prompt are a constant that the benchmark's trainer knows. With `--paced-lengths` answers have the lengths of a trace,
 drawn anew for each request: one that goes on elsewhere after a failure draws again.
+
+All requests' chunks come in the same step, which a server that decodes token by token never does: its requests began in different ones.
+With `--paced-apart` there is a step for each token, in which those requests have a chunk that took a slot a whole number of chunks ago, and
+as many take one as would fill all in the time of a chunk.
 """
 
 from __future__ import annotations
@@ -49,7 +53,9 @@ class PacedScheduler(Scheduler):
         assert settings.paced is not None
         log.warning("%g tokens a second and request; %s", settings.paced, COMPUTES_NOTHING)
         self._chunk = min(settings.stream_interval, TABLE_TOKENS)
-        self._step_s = self._chunk / settings.paced
+        self._phases = self._chunk if settings.paced_apart else 1  # steps in which a request has one with a chunk
+        self._step_s = self._chunk / self._phases / settings.paced
+        self._phase = 0
         made = random.Random(settings.random_seed)
         possible = [token for token in range(config.vocab_size) if token not in config.eos_ids]
         tokens = made.choices(possible, k=TABLE_TOKENS)
@@ -131,13 +137,14 @@ class PacedScheduler(Scheduler):
     def _turn(self) -> None:
         if self.cache.data is None:
             self._refuse_without_cache()
-        room = self.settings.max_running_requests - len(self.running)
-        for _ in range(min(room, len(self.waiting))):
-            request = self.waiting.popleft()
-            self.prefilled_tokens += request.length
-            self.running.append(request)
         news, going = [], []
+        if self._phases == 1:
+            self._take_in()
+        self._phase = (self._phase + 1) % self._phases
         for request in self.running:
+            if request.phase != self._phase and not request.aborting:
+                going.append(request)
+                continue
             finish = self._grow(request)
             if finish is not None:
                 request.end(finish)
@@ -148,11 +155,24 @@ class PacedScheduler(Scheduler):
                 request.show()
                 news.append(request)
         self.running = going
+        if self._phases > 1:
+            self._take_in()  # whoever comes now has its first chunk when it has all of its tokens
         self._deliver(news)
         now_s = asyncio.get_running_loop().time()
         if now_s - self._published_s >= PUBLISH_S:
             self._published_s = now_s
             self._publish()
+
+    def _take_in(self) -> None:
+        most = self.settings.max_running_requests
+        new = -(-most // self._phases)  # a step
+        while self.waiting and len(self.running) < most and (new or self.waiting[0].phase is not None):
+            request = self.waiting.popleft()
+            self.prefilled_tokens += request.length
+            self.running.append(request)
+            if request.phase is None:  # else a pause sent it back to the queue
+                request.phase = self._phase
+                new -= 1
 
     def _grow(self, request: Request) -> dict[str, Any] | None:
         """One step's tokens; why the request ends with them, if it does."""

@@ -14,6 +14,7 @@ import msgspec
 
 from rollout.engine.request import ALL_TOP_K, GREEDY_TOP_K, Request, Sampling
 from rollout.engine.settings import DEFAULT_SEED
+from rollout.extras import Place
 
 SAMPLING_EPSILON = 1e-6  # SGLang's: a temperature below it is greedy
 MOST_STOPS = 32
@@ -65,6 +66,9 @@ class GenerateBody(msgspec.Struct, kw_only=True):
     top_logprobs_num: int | list[int] | None = 0
     return_prompt_token_ids: bool = False
     return_text_in_logprobs: bool | None = False
+    return_routed_experts: bool = False
+    routed_experts_start_len: int = 0
+    headrace_extras: Place | None = None
     # Known to SGLang, not to this engine: refused when they ask for something, because ignoring them would give other numbers.
     token_ids_logprob: Any = None
     return_hidden_states: Any = None
@@ -184,6 +188,8 @@ class Limits:
 def split_batch(body: GenerateBody) -> tuple[list[GenerateBody], bool]:
     """One body a request, and whether the answer is a list: for a batch, and for n > 1. ValueError when lists do not fit together."""
     bodies, batch = _each_prompt(body)
+    if body.headrace_extras is not None and (batch or _samples(body) > 1):
+        raise ValueError("headrace_extras names one key, for one prompt with n = 1")
     counts = {_samples(one) for one in bodies}
     if len(counts) > 1:
         raise ValueError("The parallel_sample_num should be the same for all samples in sample params.")
@@ -242,6 +248,7 @@ def make_request(body: GenerateBody) -> Request:
         logprob_start_len=-1 if body.logprob_start_len is None else int(body.logprob_start_len),  # type: ignore[arg-type]
         top_logprobs_num=int(body.top_logprobs_num or 0),  # type: ignore[arg-type]
         return_prompt_token_ids=body.return_prompt_token_ids,
+        routes_from=body.routed_experts_start_len if body.return_routed_experts else None,
     )
 
 
@@ -273,6 +280,8 @@ def complete(request: Request, body: GenerateBody, input_ids: list[Any], limits:
             f"input_ids holds {strange!r}, which is no token id of this model (0 to {limits.vocab_size - 1}); "
             "a real SGLang 0.5.23 dies of it"
         )
+    if request.routes_from is not None and not 0 <= request.routes_from <= length:
+        raise ValueError(f"routed_experts_start_len is {request.routes_from}; it must be in [0, {length}], the prompt's tokens")
     if request.logprob_start_len > length:
         raise Rejected(
             f"req.logprob_start_len={request.logprob_start_len} is higher than the number of input tokens "

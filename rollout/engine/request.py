@@ -11,6 +11,8 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 LogProb = list[Any]  # [log-prob or None, token id, None], as SGLang writes it
 GREEDY_TOP_K = 1
 ALL_TOP_K = 1 << 30  # SGLang's number for "the whole vocabulary"
@@ -55,6 +57,7 @@ class Request:
     logprob_start_len: int = -1
     top_logprobs_num: int = 0
     return_prompt_token_ids: bool = False
+    routes_from: int | None = None  # the first position whose experts are wanted
     created_s: float = field(default_factory=time.perf_counter)
 
     output_ids: list[int] = field(default_factory=list)
@@ -64,8 +67,10 @@ class Request:
     input_tops: list[list[LogProb] | None] = field(default_factory=list)
     spans: list[tuple[str, int]] = field(default_factory=list)
     num_retractions: int = 0
+    phase: int | None = None  # of the steps in which it has a chunk; of the paced mode
     visible: int = 0  # how many tokens the client may have by now
     finish: dict[str, Any] | None = None
+    routes: np.ndarray | None = None  # [length − 1 − routes_from, layers, k], once it has finished
 
     aborting: bool = False  # the loop's
     # The HTTP side's.

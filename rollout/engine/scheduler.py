@@ -67,7 +67,9 @@ class Scheduler:
         # SGLang's own arithmetic, margins included: the longest sequence, and the longest prompt.
         self.max_sequence = min(context_length, self.max_total_tokens) - 1
         self.max_prompt = self.max_sequence - 5
-        self.cache = KVCache(model.config, settings.max_running_requests, context_length, model.dtype)
+        self.cache = KVCache(
+            model.config, settings.max_running_requests, context_length, model.dtype, keep_routes=settings.enable_return_routed_experts
+        )
         self.weight_version = settings.weight_version
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # index = cache row
@@ -221,7 +223,8 @@ class Scheduler:
         else:
             longest = max(request.length for request in admitted)
             tokens = torch.tensor([request.known_ids + [0] * (longest - request.length) for request in admitted])
-            hidden = list(self.model.prefill(self.cache.data[:, :, rows.start : rows.stop], tokens))
+            place = slice(rows.start, rows.stop)
+            hidden = list(self.model.prefill(self.cache.data[:, :, place], tokens, self.cache.routes_of(place)))
         for request, states in zip(admitted, hidden, strict=True):
             if request.wants_input_logprobs:
                 record_input_logprobs(request, states, self.model.logits)
@@ -247,8 +250,8 @@ class Scheduler:
     def _step(self, rows: list[int], tokens: list[int], positions: list[int]) -> Tensor:
         """One token for each of these neighbouring rows → hidden [B, hidden]."""
         assert self.cache.data is not None
-        view = self.cache.data[:, :, rows[0] : rows[-1] + 1]
-        return self.model.decode(view, torch.tensor(tokens), torch.tensor(positions))
+        place = slice(rows[0], rows[-1] + 1)
+        return self.model.decode(self.cache.data[:, :, place], torch.tensor(tokens), torch.tensor(positions), self.cache.routes_of(place))
 
     def _take(self, rows: list[int], hidden: Tensor) -> None:
         """Draw a token for each of these rows, append it, end what ends, and tell the HTTP side."""
@@ -264,6 +267,8 @@ class Scheduler:
         for row, request, token, logprob, tops in zip(rows, requests, drawn_all.tokens, drawn_all.logprobs, drawn_all.tops, strict=True):
             finish = self._append(request, token, logprob, tops)
             if finish is not None:
+                if request.routes_from is not None and self.cache.routes is not None:
+                    request.routes = self.cache.routes.of(row, request.routes_from, request.length - 1)
                 request.end(finish)
                 ended.append(row)
                 news.append(request)

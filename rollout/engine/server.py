@@ -25,6 +25,7 @@ from rollout.engine.control import STORE_FORMAT, Fatal, Outcome
 from rollout.engine.engine import Engine, RequestFailed
 from rollout.engine.protocol import GenerateBody, SamplingParams
 from rollout.engine.replies import rejection
+from rollout.extras import Place
 
 log = logging.getLogger(__name__)
 
@@ -139,7 +140,7 @@ class Server:
             return await self._stream(request, body)
         bodies, batch = protocol.split_batch(body)
         async with self.engine.admitted(bodies) as requests:
-            replies = await asyncio.gather(*(self.engine.last_reply(one) for one in requests))
+            replies = await asyncio.gather(*(self.engine.last_reply(one, body.headrace_extras) for one in requests))
         return _json(replies if batch else replies[0])
 
     async def _stream(self, request: BaseRequest, body: GenerateBody) -> web.StreamResponse:
@@ -152,7 +153,7 @@ class Server:
                 if batch:
                     await asyncio.gather(*(self._send(response, one, index) for index, one in enumerate(requests)))
                 else:
-                    await self._send(response, requests[0], None)
+                    await self._send(response, requests[0], None, body.headrace_extras)
         except protocol.Rejected as error:
             await response.write(_event(rejection(error)))
         except ValueError as error:
@@ -164,8 +165,8 @@ class Server:
         await response.write_eof(DONE)
         return response
 
-    async def _send(self, response: web.StreamResponse, request: Any, index: int | None) -> None:
-        async for reply in self.engine.replies(request):
+    async def _send(self, response: web.StreamResponse, request: Any, index: int | None, place: Place | None = None) -> None:
+        async for reply in self.engine.replies(request, place):
             if index is not None:
                 reply["index"] = index
             await response.write(_event(reply))

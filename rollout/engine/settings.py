@@ -38,9 +38,11 @@ class Settings:
     paced: float | None = None
     paced_lengths: Path | None = None
     paced_pushes: bool = False
+    paced_apart: bool = False
     slow_step: float = 0.0
     faults: Path | None = None
     allow_faults: bool = False
+    enable_return_routed_experts: bool = False
 
 
 def parse_flags(arguments: list[str]) -> Settings:
@@ -74,6 +76,9 @@ def parse_flags(arguments: list[str]) -> Settings:
         action="store_true",
         help="each request is computed alone, so its tokens depend on nothing but itself",
     )
+    parser.add_argument(
+        "--enable-return-routed-experts", action="store_true", help="a request may ask where its tokens went, of a model with experts"
+    )
     parser.add_argument("--threads", type=_count(1, MAX_THREADS), default=default.threads, help="torch threads")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default=default.dtype)
     parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default=default.log_level)
@@ -95,13 +100,18 @@ def parse_flags(arguments: list[str]) -> Settings:
         help=f"with --paced: weights are taken and compared like any engine's, and every prompt token has the log-prob {PACED_LOG_PROB:g}",
     )
     parser.add_argument(
+        "--paced-apart",
+        action="store_true",
+        help="with --paced: a request's chunks come in steps of its own, as a real server's do, and not all requests' in the same one",
+    )
+    parser.add_argument(
         "--slow-step", type=_seconds, default=default.slow_step, metavar="SECONDS", help="for tests and benchmarks: sleep in every step"
     )
     parser.add_argument("--faults", type=Path, metavar="FILE", help="for tests: fail as this JSON script says (rollout/engine/faults.py)")
     parser.add_argument("--allow-faults", action="store_true", help="for tests: POST /faults replaces the script of a running engine")
     settings = Settings(**vars(parser.parse_args(arguments)))
-    if settings.paced is None and (settings.paced_lengths is not None or settings.paced_pushes):
-        parser.error("--paced-lengths and --paced-pushes are for an engine that runs with --paced TOKENS_PER_S")
+    if settings.paced is None and (settings.paced_lengths is not None or settings.paced_pushes or settings.paced_apart):
+        parser.error("--paced-lengths, --paced-pushes and --paced-apart are for an engine that runs with --paced TOKENS_PER_S")
     return settings
 
 

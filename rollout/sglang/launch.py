@@ -7,6 +7,7 @@ the memory saver, so that a push really gives the KV cache's memory back.
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,6 +37,7 @@ class Server:
     stream_interval: int
     seed: int
     dtype: str
+    routed_experts: bool = False
 
 
 def command(spec: SglangSpec, server: Server) -> list[str]:
@@ -54,7 +56,7 @@ def command(spec: SglangSpec, server: Server) -> list[str]:
         "--log-level-http": "warning",
     }
     # Without the first an idle server keeps a core busy; the second saves seconds, and the push is a warm-up of its own.
-    switches = ["--sleep-on-idle", "--skip-server-warmup"]
+    switches = ["--sleep-on-idle", "--skip-server-warmup"] + ["--enable-return-routed-experts"] * server.routed_experts
     if spec.device == "cpu":
         flags["--max-total-tokens"] = _kv_tokens(server)
         switches += CPU_FLAGS
@@ -81,6 +83,14 @@ def environment(spec: SglangSpec, threads: int) -> dict[str, str]:
     if spec.tp > 1:  # SGLang would otherwise want a NUMA node for each rank
         common["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(rank) for rank in range(spec.tp))
     return common
+
+
+def behind_sidecar(spec: SglangSpec, server: Server, port: int, store_location: str, threads: int) -> list[str]:
+    """The command line of a sidecar at `port` that starts the server, at its own, in the environment which is the server's alone."""
+    flags = {"--behind": f"127.0.0.1:{server.port}", "--port": port, "--store": store_location, "--model-path": server.model_path}
+    inner = ["env", *(f"{name}={value}" for name, value in environment(spec, threads).items()), *command(spec, server)]
+    module = [sys.executable, "-P", "-m", "rollout.sglang.sidecar"]
+    return [*module, *(str(part) for flag in flags.items() for part in flag), "--", *inner]
 
 
 def _kv_tokens(server: Server) -> int:

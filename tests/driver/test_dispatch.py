@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+import orjson
 import pytest
 
 from driver.config import load_config
 from driver.core import Core
 from driver.datasets import DataRow
 from driver.dispatch import Dispatch
+from driver.extras import Extras
 from driver.feed import Feed
 from driver.ledger import Ledger
 from driver.ledger_db import LedgerDB
@@ -23,12 +27,13 @@ from driver.scoring import ScoreFailed, Scoring
 from driver.turns import GivenUp, Pace
 from driver.watermark import Watermark
 from rollout.answer import EngineError, Generation, Prefix, refusal
+from rollout.extras import Place, put
 from rollout.pool import EnginePool
 from rollout.tokens import TokenizerView
 from rollout.tree import Trajectory as Tree
 from rollout.version import Version
 from rollout.workflow import Task, WorkflowFailed
-from store import EmbeddedStore, Ref
+from store import EmbeddedStore, Ref, open_ref
 from store.rows import row_of
 from store.schema import validate
 from tests.driver.conftest import ready, register
@@ -81,10 +86,10 @@ def parts(tmp_path):
     store = EmbeddedStore(tmp_path / "store", 1 << 20)
     core = Core(config, ledger, db, Feed(db, seed=0, shuffle=False, passes=1), store)
 
-    async def replace(slot, reason): ...
+    async def replaced(slot, reason): ...
 
     pool = EnginePool(Clock())
-    pusher = Pusher(pool, deadline_s=1.0, logprob_tolerance=1e-3, replace=replace)
+    pusher = Pusher(pool, deadline_s=1.0, logprob_tolerance=1e-3, replace=replaced)
     scoring = Scoring(core, wait_s=0.0, deadline_s=1.0)
     watermark = Watermark(128)
     dispatch = Dispatch(core, pool, pusher, scoring, TokenizerView(config.model.path), watermark, on_discarded=lambda s, t: None)
@@ -455,6 +460,31 @@ def test_how_fast_tokens_come_is_measured_from_the_first_chunk_to_the_last():
     assert pace.decoded == (24, 3.0)
 
 
+async def test_B1_of_all_requests_of_a_turn_only_the_last_ones_extras_stay(parts):
+    """In parts, cut off and asked again: each was told a key of its own, and each may have put something."""
+    dispatch, trajectory, engines = parts
+    core = dispatch._core
+    dispatch.turns.extras = Extras(core, wanted=True)
+    keys = []
+
+    class Engine(ScriptedEngine):
+        on_this_host = True
+
+        async def generate(self, input_ids: list[int], *more: Any, extras: Any = None, **others: Any) -> Generation:
+            keys.append(extras["key"])
+            step = self.script[0]
+            sampled = step.prefix.output_ids if isinstance(step, EngineError) else step.output_ids
+            said = put(Place(**extras), np.zeros((len(input_ids) + len(sampled) - 1, 2, 2), np.int32))
+            made = await super().generate(input_ids, *more, **others)
+            return replace(made, meta={"routed_experts": orjson.loads(orjson.dumps(said))})
+
+    engines(Engine(lost(7)), Engine(answer(8, finish="abort"), answer(9, EOS)))
+    made = await dispatch.turns.generate(trajectory, 0, [5, 6])
+    assert made.output_ids == [7, 8, 9, EOS] and len(set(keys)) == 3 and core.store.keys() == keys[2:]
+    dispatch.turns.forget(trajectory)
+    assert core.store.keys() == []
+
+
 def two_leaves() -> Tree:
     """The second answer follows a history that was rewritten."""
     tree = Tree()
@@ -466,9 +496,11 @@ def two_leaves() -> Tree:
     return tree
 
 
-async def test_the_leaves_of_a_trajectory_are_rows_of_one_object_and_a_failed_score_leaves_none(parts):
+@pytest.mark.parametrize(("inline_bytes", "objects"), [(0, 2), (1 << 14, 0), (1024, 1)], ids=["stored", "in the ledger", "one of each"])
+async def test_the_leaves_of_a_trajectory_are_rows_of_one_object_and_a_failed_score_leaves_none(parts, inline_bytes, objects):
     dispatch, trajectory, _ = parts
     core = dispatch._core
+    core.config = core.config.model_copy(update={"store": core.config.store.model_copy(update={"inline_bytes": inline_bytes})})
     row = DataRow(0, "sort 1 =", None, "1", "sort", {})
 
     async def score(job: Any) -> Any:
@@ -476,17 +508,17 @@ async def test_the_leaves_of_a_trajectory_are_rows_of_one_object_and_a_failed_sc
 
     dispatch._scoring.score = score
     leaves = await dispatch._score(row, trajectory, two_leaves())
-    assert core.store.stats().objects == 2 and [leaf.refs for leaf in leaves] == [leaves[0].refs] * 2
+    assert core.store.stats().objects == objects and [leaf.refs for leaf in leaves] == [leaves[0].refs] * 2
     assert [(leaf.row, leaf.length, leaf.response_tokens, leaf.score, leaf.is_correct) for leaf in leaves] == [
         (0, 5, 2, 0.5, True),
         (1, 6, 2, 1.5, None),
     ]
-    rollout, reward = (core.store.open(Ref.from_wire(ref)) for ref in leaves[0].refs)
+    rollout, reward = (open_ref(Ref.from_wire(ref), store=core.store) for ref in leaves[0].refs)
     validate("rollout", rollout)
     validate("reward", reward)
     assert [row_of(rollout, leaf.row)["input_ids"].tolist() for leaf in leaves] == [[5, 6, 7, 9, EOS], [5, 6, 7, 8, 10, EOS]]
     assert reward["score"].tolist() == [0.5, 1.5] and reward["is_correct"].tolist() == [1, 255]
-    core.store.free(Ref.from_wire(ref) for leaf in leaves for ref in leaf.refs)
+    core.store.free(ref for leaf in leaves for ref in leaf.stored)
     assert core.store.stats().objects == 0
 
     async def fail(job: Any) -> Any:

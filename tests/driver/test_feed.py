@@ -312,3 +312,18 @@ async def test_W2_a_dataset_closed_while_rows_for_it_are_read_does_not_get_them(
     with pytest.raises(FeedError, match="was closed before these rows were read"):
         await fed.feed.add(dataset, dataset, slow(), None)
     assert fed.feed.rows == 1
+
+
+async def test_O3_the_task_type_of_a_row_that_was_read_is_known_without_a_look_into_the_database(fed, monkeypatch):
+    await fed.add("a", "b", "c")
+    segment = fed.feed.next_place(fed.ledger.cursor).segment
+    read = fed.feed.row(segment, 0)
+    monkeypatch.setattr("driver.feed.TASK_TYPES", 2)
+    asked = []
+    query = fed.db.query
+    monkeypatch.setattr(fed.db, "query", lambda sql, values=(): asked.append(values) or query(sql, values))
+    assert fed.feed.task_type(segment, 0) == read.task_type and not asked
+    assert [fed.feed.task_type(segment, index) for index in (1, 2)] == [read.task_type] * 2
+    assert asked == [(segment, 1), (segment, 2)]
+    fed.feed.task_type(segment, 0)
+    assert asked[2:] == [(segment, 0)], "only so many are remembered"

@@ -6,13 +6,14 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from driver.batcher import choose, feasible
 from driver.config import ConfigError, load_config
 from driver.holds import preset_of
-from driver.policy import Decision, Group, Hold, Preset, decide, is_ready
+from driver.ledger import DISCARDED, FINISHED, READY, RUNNING, Sample, Trajectory, traj_uid_of
+from driver.policy import Decision, Group, Hold, Preset, decide, facts_of, is_ready, plainly_too_few
 
 CONFIG = Path(__file__).parents[2] / "examples/sort_digits/config.yaml"
 DEADLINE = Preset("deadline", n=8, min_group=2, hold_s=60.0)
@@ -166,3 +167,34 @@ def test_presets_have_their_defaults_and_partial_must_leave_somebody_out():
             load_config(CONFIG, ["staleness.preset=partial", f"staleness.partial_k={k}"])
     with pytest.raises(ConfigError, match="min_group"):
         load_config(CONFIG, ["staleness.preset=partial", "rollout.n=2"])
+
+
+def live_sample(uid: int, deadline: int, states: str) -> Sample:
+    named = {"r": RUNNING, "R": READY, "d": FINISHED}
+    trajectories = [Trajectory(traj_uid_of(uid, i), uid, i, named[s], DISCARDED if s == "d" else None) for i, s in enumerate(states)]
+    return Sample(uid, 0, uid, 0, deadline - 2, deadline, trajectories)
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(3, 6), st.sampled_from(["rrr", "rrr", "rRR", "rRd", "RRR", "RRd"])), min_size=1, max_size=12),
+    st.integers(1, 6),
+)
+def test_O3_the_short_look_says_what_the_whole_one_says(world, samples):
+    """Deadlines go back after a loss of the trainer, and a straggler may hold a batch of few: then it says nothing."""
+    live = [live_sample(uid, deadline, states) for uid, (deadline, states) in enumerate(world)]
+    preset = Preset("strict", n=3, min_group=2)
+    short = plainly_too_few(live, live[-1], Counter(s.deadline_batch for s in live), sum(s.settled for s in live), samples)
+    if short is not None:
+        assert short == decide([facts_of(s, preset, 0.0) for s in live], 3, samples, preset, now=0.0)
+
+
+def test_O3_thousands_that_run_are_not_looked_through_for_a_batch_that_has_too_few():
+    live = [live_sample(0, 3, "RRR"), live_sample(1, 4, "rRR"), live_sample(2, 4, "rrr"), live_sample(3, 4, "rrr")]
+
+    def no_further():
+        yield from live[:2]
+        pytest.fail("it goes on after the first unfinished one")
+
+    decision = plainly_too_few(no_further(), live[-1], Counter({3: 1, 4: 3}), 1, 2)
+    assert decision == Decision(None, "1 of 2 samples are ready; the oldest unfinished is sample 1", blocking_uid=1)

@@ -1,8 +1,11 @@
 """An engine that is ready is asked what it can do before the pool gets it."""
 
 import asyncio
+import os
+import threading
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from driver.launcher import Died, Quarantined, Ready, StartFailed
@@ -163,3 +166,23 @@ async def test_L2_a_role_that_nothing_can_do_without_ends_the_run_when_it_is_lef
     lab.processes._on_event(Quarantined(role, 0, 5, f"{role}-0 died 5 times within 60 s and is left alone; the last time: no memory"))
     with pytest.raises(StartFailed, match="no memory"):
         lab.processes._lost.result()
+
+
+async def test_O3_the_loop_goes_on_while_the_host_is_asked_for_the_children_of_our_processes(lab, monkeypatch):
+    asked, may_answer = threading.Event(), threading.Event()
+    pids = psutil.pids
+
+    def slow_pids():
+        asked.set()
+        assert may_answer.wait(30), "the loop stood still for it"
+        return pids()
+
+    monkeypatch.setattr(psutil, "pids", slow_pids)
+    lab.process.pid = os.getppid()
+    lab.process.spec = SimpleNamespace(role="engine", index=0)
+    lab.process.url = "http://127.0.0.1:1"
+    showing = asyncio.create_task(lab.processes.shown())
+    assert await asyncio.to_thread(asked.wait, 30)
+    may_answer.set()
+    driver, engine = await showing
+    assert driver["children"] == [] and os.getpid() in engine["children"]

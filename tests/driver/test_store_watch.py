@@ -96,13 +96,17 @@ async def test_L1_a_store_that_is_cut_off_is_named_and_shut_and_nothing_is_lost_
 
 async def test_L2_a_process_that_died_shuts_the_gate_at_once_and_only_its_next_life_opens_it(tmp_path: Path) -> None:
     start = await begun(tmp_path)
-    watch, _, _ = watched(start)
+    watch, store, _ = watched(start)
     await watch.begin()
     watch.down("store-0", "store-0 (incarnation 1) was killed by SIGKILL after 9 s; its log is …\nlast words")
     assert start.core.gate.reason == "store-0 (incarnation 1) was killed by SIGKILL after 9 s"
     await watch._look()
     assert start.core.gate.reason is not None, "what answers now may be about to end"
     watch.up("store-0")
+    store.silent = True
+    await watch._look()
+    assert "SIGKILL" in (start.core.gate.reason or ""), "that nobody answers yet is no better reason"
+    store.silent = False
     await watch._look()
     assert start.core.gate.reason is None
     watch.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -144,3 +145,63 @@ async def test_A2_after_a_loss_of_the_store_what_was_applied_is_committed_and_on
     assert done == ["commit", "snapshot"] and again == [1]
     assert ledger.batches[0].state == "applied" and 1 not in ledger.batches and ledger.next_batch == 1
     assert [t.state for t in ledger.samples[1].trajectories] == ["running", "running"]
+
+
+async def commits(free: Any) -> tuple[Training, asyncio.Task[None]]:
+    """A trainer's side whose next step is to free the rows of a version that is committed."""
+    ledger = Ledger()
+    store: Any = SimpleNamespace(free=free)
+    core: Any = SimpleNamespace(
+        ledger=ledger,
+        apply=ledger.apply,
+        db=SimpleNamespace(durable=lambda: asyncio.sleep(0)),
+        gate=StoreGate(store),
+        bell=lambda: None,
+    )
+    nothing: Any = None
+    training = Training(
+        core,
+        nothing,
+        canary_ids=[],
+        on_snapshot=nothing,
+        on_applied=nothing,
+        archive=nothing,
+        on_running_again=nothing,
+        replace=nothing,
+        holds=nothing,
+        terms=nothing,
+    )
+    return training, asyncio.create_task(training._record_commit(0, "step_0"))
+
+
+async def test_O3_the_loop_goes_on_while_the_rows_of_a_commit_are_freed():
+    began, may_end = threading.Event(), threading.Event()
+
+    def free(refs: Any) -> None:
+        began.set()
+        assert may_end.wait(30), "the loop stood still for it"
+
+    _, recording = await commits(free)
+    assert await asyncio.to_thread(began.wait, 30)
+    may_end.set()
+    await recording
+
+
+async def test_W1_a_commit_that_is_abandoned_has_let_go_of_the_store():
+    """What comes next parks the rows, or takes the store away."""
+    began, may_end, freed = threading.Event(), threading.Event(), threading.Event()
+
+    def free(refs: Any) -> None:
+        began.set()
+        assert may_end.wait(30)
+        freed.set()
+
+    training, training._recording = await commits(free)
+    assert await asyncio.to_thread(began.wait, 30)
+    abandoning = asyncio.create_task(training.abandon())
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not abandoning.done()
+    may_end.set()
+    await abandoning
+    assert freed.is_set() and training._recording.cancelled()

@@ -2,6 +2,8 @@
 
 import gc
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,8 @@ import numpy as np
 import pytest
 
 from store import Column, EmbeddedStore, Full, Gone, Ref, Unavailable, default_root, occupied_bytes, open_store
+from store.account import Balance
+from store.embedded import FREED_AT_ONCE
 
 ROW: dict[str, Any] = {
     "input_ids": np.arange(7, dtype=np.int32),
@@ -161,3 +165,38 @@ def test_a_directory_of_another_user_is_refused(root: Path) -> None:
     with pytest.raises(ValueError, match="belongs to user 12345"):
         EmbeddedStore(root, 1 << 20)
     root.rmdir()
+
+
+def test_B2_room_is_what_is_not_in_use_and_grows_again_when_the_last_view_of_what_was_freed_goes(store: EmbeddedStore) -> None:
+    capacity_bytes = store.stats().capacity_bytes
+    ref = store.put("k", ROW)
+    assert store.room_bytes() == capacity_bytes - ref.size_bytes
+    lease = store.open(ref)
+    store.free([ref])
+    assert store.room_bytes() == capacity_bytes - ref.size_bytes
+    lease.close()
+    gc.collect()
+    assert store.room_bytes() == capacity_bytes
+
+
+def test_O3_whoever_puts_gets_in_between_while_thousands_are_freed(store: EmbeddedStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    refs = [store.put(f"k{number}", ROW) for number in range(3 * FREED_AT_ONCE)]
+    locked, unlinked = store._account.locked, store._let_go
+    freed: list[int] = []
+
+    @contextmanager
+    def counted() -> Iterator[Balance]:
+        freed.append(0)
+        with locked() as balance:
+            yield balance
+
+    def counting(path: Path, balance: Balance) -> bool:
+        freed[-1] += 1
+        return unlinked(path, balance)
+
+    monkeypatch.setattr(store._account, "locked", counted)
+    monkeypatch.setattr(store, "_let_go", counting)
+    store.free(refs)
+    assert freed == [FREED_AT_ONCE] * 3, "of one lock"
+    monkeypatch.undo()
+    assert (store.stats().objects, store.stats().used_bytes) == (0, 0)

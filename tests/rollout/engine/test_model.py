@@ -13,6 +13,7 @@ from rollout.engine.config import read_config
 from rollout.engine.model import KVCache, Model
 from rollout.engine.weights import load_checkpoint
 
+EXPERTS: dict[str, object] = {"moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True}
 TOKENS = 48
 PROMPTS = [[5, 99, 17, 200, 3, 44, 44, 8], [7], [2, 1, 0, 258], list(range(30, 60))]
 
@@ -44,6 +45,8 @@ def decode_all(model: Model, cache: torch.Tensor, ids: list[int]) -> torch.Tenso
         ("Llama", {}),
         ("Llama", {"attention_bias": True, "num_key_value_heads": 4, "tie_word_embeddings": True}),
         ("Qwen2", {"rope_parameters": {"rope_type": "default", "rope_theta": 100000.0}}),
+        ("Qwen3Moe", EXPERTS),
+        ("Qwen3Moe", EXPERTS | {"norm_topk_prob": False, "decoder_sparse_step": 2}),  # its first layer is dense
     ],
 )
 @torch.inference_mode()

@@ -16,6 +16,7 @@ from .conftest import EOS, SOURCES, Served, wait_for
 BASE = SOURCES / "examples" / "sort_digits" / "base"
 PROMPT = [80, 81, 82, 35, 60]
 VERSION = "run/0/0/1"
+PACED_APART = ("--paced", "16", "--paced-apart", "--stream-interval", "16", "--max-running-requests", "32")  # a chunk a second
 
 
 @pytest.fixture(scope="module")
@@ -149,8 +150,37 @@ def test_lengths_that_cannot_be_drawn_from_are_refused_in_a_sentence(tmp_path, t
         _draws(tmp_path / "lengths.txt", 0)
 
 
-@pytest.mark.parametrize("flags", [["--paced-lengths", "lengths.txt"], ["--paced-pushes"]])
+@pytest.mark.parametrize("flags", [["--paced-lengths", "lengths.txt"], ["--paced-pushes"], ["--paced-apart"]])
 def test_the_flags_of_the_paced_mode_are_refused_without_it(flags, capsys) -> None:
     with pytest.raises(SystemExit) as ended:
         parse_flags(["--model-path", "base", *flags])
     assert ended.value.code == 2 and "for an engine that runs with --paced" in capsys.readouterr().err
+
+
+async def test_chunks_come_apart_and_as_fast_as_ever_where_each_request_has_steps_of_its_own(start) -> None:
+    """A real server decodes token by token: what began in different steps has its chunks in different ones."""
+    served = start(BASE, *PACED_APART, "--weight-version", VERSION, "--skip-tokenizer-init")
+    came: dict[str, list[float]] = {}
+    async with make_http() as http:
+        client = EngineClient(served.url, http, vocab_size=259)
+
+        async def one(rid: str) -> None:
+            came[rid] = []
+            answer = await client.generate(
+                PROMPT, sampling(32), rid, stall_s=60.0, version=VERSION, on_tokens=lambda ids, *_: came[rid].append(len(ids))
+            )
+            assert (len(answer.output_ids), answer.spans) == (32, [(VERSION, 0, 32)])
+
+        many = asyncio.gather(*(one(f"apart-{n:02d}") for n in range(32)))
+        sizes: set[int] = set()
+        while not many.done():  # between two steps of a chunk, seen from outside: some have had theirs, others not
+            sizes.add(len({len(chunks) for chunks in came.values()}))
+            await asyncio.sleep(0.005)
+        await many
+        assert set(map(tuple, came.values())) == {(16, 16)} and max(sizes) > 1
+        some = asyncio.Event()
+        request = asyncio.create_task(client.generate(PROMPT, sampling(32), "paused", stall_s=60.0, on_tokens=lambda *_: some.set()))
+        await some.wait()
+        served.post("/pause_generation", {"mode": "retract"})
+        served.post("/continue_generation", {})
+        assert len((await request).output_ids) == 32, "it goes on in its steps"
