@@ -127,6 +127,7 @@ figures: setup
 	$(BIN)/python -m benchmarks.client --quick
 	$(BIN)/python -m benchmarks.recovery --quick
 	$(BIN)/python -m benchmarks.push --quick
+	$(BIN)/python -m benchmarks.handover --quick
 	$(BIN)/python -m benchmarks.bound --quick
 	$(BIN)/python -m benchmarks.ledger --quick
 	$(BIN)/python -m benchmarks.plan --quick

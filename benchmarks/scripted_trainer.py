@@ -2,8 +2,9 @@
 
     python -P -m benchmarks.scripted_trainer --spec FILE --tau 4.0
 
-Weights are those of the base checkpoint in every version, put into the store anew for each, so that pushes carry their bytes. Its account
-of what it trained is written and synced like the real one's. No torch.
+Weights are those of the base checkpoint in every version, put into the store anew for each, so that pushes carry their bytes. It opens the
+rows of a batch and keeps their leases until it has taken its time; its account of what it trained is written and synced like the real
+one's. No torch.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pydantic import BaseModel
 from safetensors.numpy import load_file
 
 from rollout.engine.settings import PACED_LOG_PROB
-from store import Exists, Ref, open_store
+from store import Exists, Lease, Ref, StoreError, open_ref, open_store
 from trainer import wire
 from trainer.server import Command, Desk, Refusal, Server, build_app, listen
 from trainer.spec import TrainerSpec
@@ -61,12 +62,14 @@ class ScriptedTrainer:
                 return self._reports[request.batch_id]
             raise Refusal(409, f"batch {request.batch_id} is not the next: this trainer holds version {self._desk.trained_version}")
         rows = [row for mini in request.mini_batches for row in mini.rows()]
+        leases = self._open(rows)
         line = {"batch_id": request.batch_id, "epoch": request.epoch, "row_ids": [row.row_id for row in rows], "skipped": None}
         with (self._spec.run_dir / "trained_rows.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
             file.flush()
             os.fsync(file.fileno())
         time.sleep(max(0.0, self._tau_s - (time.monotonic() - began)))
+        leases.clear()
         self._desk.trained_version += 1
         self._desk.advanced()
         report = wire.TrainReport(
@@ -94,6 +97,18 @@ class ScriptedTrainer:
         )
         self._reports = {request.batch_id: report}
         return report
+
+    @staticmethod
+    def _open(rows: list[wire.PlanRow]) -> list[Lease]:
+        """Of all of them, with what the plan says of each checked."""
+        try:
+            leases = [open_ref(row.rollout.ref()) for row in rows]
+        except StoreError as error:
+            raise Refusal(410, str(error)) from error
+        for row, lease in zip(rows, leases, strict=True):
+            if len(lease["input_ids"]) != row.length or not np.isfinite(lease["rollout_log_probs"]).all():
+                raise Refusal(422, f"row {row.row_id} is not what the plan says")
+        return leases
 
     def _snapshot(self, request: wire.SnapshotRequest) -> wire.Snapshot:
         key = f"{self._spec.run_id}/weights/{request.epoch}/{request.version}/0"

@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import os
-import resource
 import socket
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Literal
 
-from driver.config import ConfigError, load_config, weights_bytes
-from driver.mooncake import absent, gives_bytes, lacking, room_bytes
+from driver.config import ConfigError, load_config
+from driver.machine import Finding, huge_pages, left_behind, room
+from driver.mooncake import absent, lacking
 from driver.planned import plan_of
 from driver.planner import PlanError
 from driver.settings import RunConfig
@@ -29,19 +27,7 @@ from rollout.router import RouterClient
 from rollout.sglang.spec import SglangSpec, has_cuda_device, located, version_of
 from store.mooncake_client import installed
 
-SHARED_MEMORY = Path("/dev/shm")
 TRAINER_PACKAGES = ("torch", "megatron-core", "mbridge", "transformers", "safetensors")
-OWN_FILES = 512  # logs, sockets, libraries of one process
-ROW_FILES = 2  # a row's objects, mapped
-
-
-@dataclass(frozen=True)
-class Finding:
-    """`missing` is what a run needs and does not find; `absent` is what only some runs need."""
-
-    what: str
-    state: Literal["ok", "absent", "missing"]
-    words: str
 
 
 def examine(path: Path | None, overrides: list[str]) -> list[Finding]:
@@ -55,7 +41,8 @@ def examine(path: Path | None, overrides: list[str]) -> list[Finding]:
             findings.append(Finding("configuration", "ok", f"{path}: run {config.run_id}, {engines} engine(s)"))
         except ConfigError as error:
             findings.append(Finding("configuration", "missing", str(error)))
-    findings += [_trainer(config), _gpu(), _transformer_engine(), _sglang(config), _shared_memory(config), _files(config), _cores(config)]
+    findings += [_trainer(config), _gpu(), _transformer_engine(), _sglang(config), *room(config), *huge_pages(config), _cores(config)]
+    findings += left_behind(config)
     findings.append(_mooncake(config))
     if config is not None:
         findings.append(_plan(config))
@@ -161,26 +148,6 @@ def _sglang_words(spec: SglangSpec) -> str:
     return f"{number}{tested} on {spec.device}, {spec.python}"
 
 
-def _shared_memory(config: RunConfig | None) -> Finding:
-    if not SHARED_MEMORY.is_dir():
-        return Finding("shared memory", "missing", f"there is no {SHARED_MEMORY}; Linux has it, a container must mount it")
-    facts = os.statvfs(SHARED_MEMORY)
-    free = facts.f_bavail * facts.f_frsize
-    words = f"{free / 2**30:.1f} GiB free in {SHARED_MEMORY}"
-    if config is None:
-        return Finding("shared memory", "ok", words)
-    needed = config.store.capacity_bytes if config.store_kind == "embedded" else room_bytes(gives_bytes(config))
-    if config.transport == "tensor":  # a push's copy, in torch's form
-        needed += weights_bytes(config.model.path, config.trainer.dtype)
-    if free < needed:
-        return Finding(
-            "shared memory",
-            "missing",
-            f"{words}, {needed / 2**30:.1f} needed; enlarge it (Docker: --shm-size), or lower store.capacity_bytes",
-        )
-    return Finding("shared memory", "ok", f"{words}, {needed / 2**30:.1f} needed")
-
-
 def _mooncake(config: RunConfig | None) -> Finding:
     if config is not None and config.store_kind == "mooncake":
         missing = lacking(config)
@@ -188,18 +155,6 @@ def _mooncake(config: RunConfig | None) -> Finding:
         return Finding("Mooncake", "missing" if missing else "ok", "; ".join(missing) or f"{installed()}{others}")
     missing = absent()
     return Finding("Mooncake", "absent" if missing else "ok", "; ".join(missing) or installed())
-
-
-def _files(config: RunConfig | None) -> Finding:
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    shown = "no limit" if hard == resource.RLIM_INFINITY else f"{hard:,}"
-    if config is None:
-        return Finding("open files", "ok", f"{shown} a process")
-    requests = (config.rollout.engines + len(config.rollout.engine_urls)) * config.rollout.max_open_requests
-    needed = OWN_FILES + requests + ROW_FILES * config.batch.samples * config.rollout.n
-    if hard != resource.RLIM_INFINITY and hard < needed:
-        return Finding("open files", "missing", f"{shown} a process, {needed:,} needed; raise the hard limit (ulimit -Hn)")
-    return Finding("open files", "ok", f"{shown} a process, {needed:,} needed")
 
 
 def _cores(config: RunConfig | None) -> Finding:

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
 from driver.mix import Change
+from store import INLINE, Ref
+
+
+def named(ref: Mapping[str, Any]) -> dict[str, Any]:
+    """The reference without the bytes that may ride in it."""
+    return {name: value for name, value in ref.items() if name != "inline"}
 
 
 class Leaf(msgspec.Struct, frozen=True):
-    """One row: where its columns are and the numbers the plan needs. Refs are `Ref.to_wire()`.
+    """One row: where its columns are, or small ones themselves, and the numbers the plan needs. Refs are `Ref.to_wire()`.
 
     The leaves of a trajectory share the objects of a hop, in which this is number `row`; its extras are its own.
     """
@@ -28,6 +35,11 @@ class Leaf(msgspec.Struct, frozen=True):
     @property
     def refs(self) -> tuple[dict[str, Any], ...]:
         return (self.rollout, self.reward) if self.extras is None else (self.rollout, self.reward, self.extras)
+
+    @property
+    def stored(self) -> list[Ref]:
+        """What of it lies in the store, and is freed when the row has ended."""
+        return [Ref.from_wire(ref) for ref in self.refs if ref["location"] != INLINE]
 
 
 class SampleRegistered(msgspec.Struct, frozen=True, kw_only=True):
@@ -130,6 +142,8 @@ class VersionServed(msgspec.Struct, frozen=True, kw_only=True):
 class Found(msgspec.Struct, frozen=True, kw_only=True):
     """What a start found of what was not finished, in trajectories. Ready and consumed ones by where their rows were."""
 
+    ledger: int = 0
+    """Small rows, which ride in the ledger itself."""
     memory: int = 0
     parked: int = 0
     snapshot: int = 0

@@ -17,7 +17,7 @@ from driver.datasets import DataRow
 from driver.ledger import Sample, Trajectory, traj_uid_of
 from rollout.answer import Generation
 from rollout.tokens import TokenizerView
-from store import Gone, Ref, Unavailable
+from store import Gone, Ref, Unavailable, open_ref
 from store.rows import row_of
 
 AGAIN_S = 0.2
@@ -65,7 +65,7 @@ class Finished:
         spans: list[list[int]] = []
         if leaf is not None:
             try:
-                with self._core.store.open(Ref.from_wire(leaf.rollout)) as lease:
+                with open_ref(Ref.from_wire(leaf.rollout), store=self._core.store) as lease:
                     columns = row_of(lease, leaf.row)
                     ids, mask = columns["input_ids"].tolist(), columns["response_mask"].tolist()
                     log_probs, spans = columns["rollout_log_probs"].tolist(), columns["version_spans"].tolist()
@@ -165,7 +165,7 @@ class Finished:
         """The responses of a live trajectory's leaves, decoded from the store."""
         out = []
         for leaf in trajectory.leaves:
-            with self._core.store.open(Ref.from_wire(leaf.rollout)) as lease:
+            with open_ref(Ref.from_wire(leaf.rollout), store=self._core.store) as lease:
                 columns = row_of(lease, leaf.row)
                 ids, mask = columns["input_ids"][1:], columns["response_mask"]
                 out.append(self._tokenizer.decode(ids[mask == 1].tolist()))
@@ -173,4 +173,4 @@ class Finished:
 
     def free(self, trajectories: list[Trajectory]) -> None:
         """Their rows go."""
-        self._core.gate.free(Ref.from_wire(ref) for t in trajectories for leaf in t.leaves for ref in leaf.refs)
+        self._core.gate.free(ref for t in trajectories for leaf in t.leaves for ref in leaf.stored)

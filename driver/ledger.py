@@ -167,6 +167,7 @@ class Ledger:
         self.samples_taken = 0
         self.just_over: list[Sample] = []  # by the last event: all of it has finished
         self.settled_samples = 0
+        self.evaluating = 0  # trajectories of an evaluation that runs
         self.settlings = 0  # grows with each event that may make another batch possible
         self.restarts = 0
 
@@ -300,7 +301,7 @@ class Ledger:
             writes.append(self._sample_row(sample))
             for trajectory in sample.in_state(READY):
                 self._move(trajectory, CONSUMED)
-                writes.append(self._trajectory_row(trajectory))
+                writes.append(self._trajectory_row(trajectory, leaves=False))  # they are there, and some are rows themselves
         self.batches[e.batch_id] = Batch(e.batch_id, ASSEMBLED, e.uids, e.plan)
         self.next_batch += 1
         self.samples_taken += len(samples)
@@ -393,6 +394,7 @@ class Ledger:
             self.samples[uid] = sample
             writes += [self._sample_row(sample), *map(self._trajectory_row, sample.trajectories)]
         self.counts.registered += e.rows * e.n
+        self.evaluating += e.rows * e.n
         self._add_state(RUNNING, e.rows * e.n)
         return writes
 
@@ -520,6 +522,7 @@ class Ledger:
             return []
         if sample.batch_id is None and not sample.evaluation:
             self._leave_live(sample)
+        self.evaluating -= len(sample.trajectories) * sample.evaluation
         del self.samples[sample.uid]
         self.just_over.append(sample)
         row = self._sample_row(sample)
@@ -547,24 +550,23 @@ class Ledger:
         )
 
     @staticmethod
-    def _trajectory_row(t: Trajectory) -> Upsert:
-        return Upsert(
-            "trajectories",
-            {
-                "uid": t.uid,
-                "idx": t.index,
-                "state": t.state,
-                "outcome": t.outcome,
-                "reason": t.reason,
-                "infrastructure_attempts": t.infrastructure_attempts,
-                "data_attempts": t.data_attempts,
-                "leaves": msgspec.json.encode(t.leaves) if t.leaves and t.state != FINISHED else None,  # those of an ended one are freed
-                "reward": t.reward,
-                "finish_reason": t.finish_reason,
-                "started_at": t.started_at,
-                "ready_at": t.ready_at,
-            },
-        )
+    def _trajectory_row(t: Trajectory, leaves: bool = True) -> Upsert:
+        values = {
+            "uid": t.uid,
+            "idx": t.index,
+            "state": t.state,
+            "outcome": t.outcome,
+            "reason": t.reason,
+            "infrastructure_attempts": t.infrastructure_attempts,
+            "data_attempts": t.data_attempts,
+            "reward": t.reward,
+            "finish_reason": t.finish_reason,
+            "started_at": t.started_at,
+            "ready_at": t.ready_at,
+        }
+        if leaves:  # those of an ended one are freed
+            values["leaves"] = msgspec.json.encode(t.leaves) if t.leaves and t.state != FINISHED else None
+        return Upsert("trajectories", values)
 
     @staticmethod
     def _batch_row(b: Batch, time: float | None) -> Upsert:

@@ -73,6 +73,7 @@ def load(query: Query) -> Ledger:
         if sample.batch_id is None and not sample.evaluation:
             ledger.live_by_deadline[sample.deadline_batch] += 1
         ledger.settled_samples += sample.settled
+        ledger.evaluating += len(sample.trajectories) * sample.evaluation
     for batch_id, state, uids, plan, skipped in query(PENDING, (ledger.committed_version, UNMADE)):
         ledger.batches[batch_id] = Batch(batch_id, state, tuple(msgspec.json.decode(uids)), plan, skipped)
     _check(ledger)

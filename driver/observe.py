@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import itertools
 import time
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from driver import engine_facts, observe_data
+from driver.events import named
 from driver.ledger import CONSUMED, DISCARDED, EVALUATED, EVALUATION, FINISHED, READY, RUNNING, TRAINED, Trajectory, traj_uid_of
 from driver.why import Engine, Facts, Missing, Straggler, Waiting, explain, sentence
 
@@ -156,9 +158,7 @@ def queues(run: Run) -> dict[str, Any]:
         "pushes_pending": int(run.publisher.pending),
         "engine_requests": {slot.engine_id: slot.open_requests for slot in run.pool.slots.values()},
         "store": {
-            "objects": stats.objects,
-            "used_bytes": stats.used_bytes,
-            "capacity_bytes": stats.capacity_bytes,
+            **asdict(stats),
             "location": run.store.location,
         },
         "watermark": {
@@ -243,7 +243,7 @@ def _straggler(run: Run) -> Straggler | None:
 def gauges(run: Run) -> dict[str, float]:
     """Names are headrace_<component>_<what>_<unit>."""
     ledger = run.core.ledger
-    decision = run.dispatch.decision
+    decision, stats = run.dispatch.decision, run.store_stats()
     return {
         **{
             f"headrace_ledger_{state}_trajectories": float(ledger.counts.by_state[state])
@@ -269,8 +269,11 @@ def gauges(run: Run) -> dict[str, float]:
         "headrace_trainer_busy_seconds_total": run.training.busy.seconds(),
         "headrace_trainer_replayed_batches_total": float(run.training.replayed),
         "headrace_push_last_seconds": run.pusher.seconds,
-        "headrace_store_used_bytes": float(run.store_stats().used_bytes),
+        "headrace_store_used_bytes": float(stats.used_bytes),
         "headrace_store_capacity_bytes": float(run.config.store.capacity_bytes),
+        "headrace_store_spare_bytes": float(stats.spare_bytes),
+        "headrace_store_pending_frees_count": float(stats.pending_frees),
+        "headrace_store_oldest_pending_free_seconds": stats.oldest_pending_s,
         "headrace_store_losses_total": float(len(run.store_watch.losses)),
         "headrace_store_away_ratio": float(run.core.gate.reason is not None),
         "headrace_dispatch_cut_tokens_total": float(run.dispatch.cut_tokens),
@@ -331,7 +334,9 @@ def trajectory(run: Run, traj_uid: str) -> dict[str, Any] | None:
     if live is not None and live.state == "running":
         found["tokens_so_far"] = run.dispatch.turns.progress.get(traj_uid, 0)
     if live is not None and live.leaves:
-        found["leaves"] = msgspec.to_builtins(live.leaves)
+        found["leaves"] = [
+            msgspec.to_builtins(leaf) | {"rollout": named(leaf.rollout), "reward": named(leaf.reward)} for leaf in live.leaves
+        ]
         found["response"] = run.finished.texts(live)
     archived = run.finished.archive.find(traj_uid)
     if archived is not None:

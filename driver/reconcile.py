@@ -1,9 +1,9 @@
 """At start: the ledger against what is really there, and in one line what was found and decided.
 
-The rows of what is ready or consumed are looked for in shared memory, then among what was parked, then in the snapshot; a ready trajectory
-whose rows are nowhere is made again, under its old tag. What was running goes on from the prefix log where it holds some of it, and counts
-one more try, since nobody knows whether it had been sent. What lies in the store and has no owner is freed. The ledger keeps how many of
-which.
+The rows of what is ready or consumed are in the ledger itself where they are small; else they are looked for in shared memory, then among
+what was parked, then in the snapshot; a ready trajectory whose rows are nowhere is made again, under its old tag. What was running goes on
+from the prefix log where it holds some of it, and counts one more try, since nobody knows whether it had been sent. What lies in the store
+and has no owner is freed. The ledger keeps how many of which.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ def reconcile(core: Core, store: Store, settle: Callable[[Sample], None], prefix
         core.apply(TrajectoryRetried(traj_uid=trajectory.traj_uid, kind="infrastructure", reason="the driver was restarted"))
     counted = Counter(sources.values())
     found = Found(
+        ledger=counted["ledger"],
         memory=counted["memory"],
         parked=counted["parked"],
         snapshot=counted["snapshot"],
@@ -62,13 +63,14 @@ def reconcile(core: Core, store: Store, settle: Callable[[Sample], None], prefix
         core.apply(Restarted(found=found, time=time.time()))
     for sample in list(ledger.live()):
         settle(sample)
-    owned = {ref["key"] for s in ledger.samples.values() for t in s.trajectories for leaf in t.leaves for ref in leaf.refs}
+    owned = {ref.key for s in ledger.samples.values() for t in s.trajectories for leaf in t.leaves for ref in leaf.stored}
     orphans = [store.ref(key) for key in set(store.keys()) - owned]
     store.free(orphans)
     if not continued:
         return None
     log.info(
-        "continuing at version %d (committed %d, epoch %d): %d samples live, %d batches to finish. Trajectories with rows: %d in memory, "
+        "continuing at version %d (committed %d, epoch %d): %d samples live, %d batches to finish. Trajectories with rows: "
+        "%d in the ledger, %d in memory, "
         "%d parked, %d from the snapshot; without: %d ready ones are made again, %d consumed ones unless a checkpoint holds them. "
         "Running: %d go on from %d logged tokens, %d from their prompts. %d orphans freed",
         ledger.trained_version,
@@ -76,6 +78,7 @@ def reconcile(core: Core, store: Store, settle: Callable[[Sample], None], prefix
         ledger.epoch,
         sum(ledger.live_by_deadline.values()),
         len(ledger.batches),
+        found.ledger,
         found.memory,
         found.parked,
         found.snapshot,
@@ -104,7 +107,8 @@ def _move(core: Core, location: str) -> None:
 
 
 def _find_rows(core: Core, store: Store, snapshot: RowSnapshot, parked: Path) -> dict[str, str]:
-    """Where the rows of each ready or consumed trajectory were: the last of memory, parked, snapshot, again that any of them needed."""
+    """Where the rows of each ready or consumed trajectory were: the last of ledger, memory, parked, snapshot, again that any of them
+    needed."""
     wanted = wanted_keys(core)
     memory = set(store.keys())
     try:
@@ -117,9 +121,9 @@ def _find_rows(core: Core, store: Store, snapshot: RowSnapshot, parked: Path) ->
     unparked = set(store.keys()) - memory
     missing = {key for keys in wanted.values() for key in keys} - memory - unparked
     restored = snapshot.restore(missing)
-    order = ["memory", "parked", "snapshot", "again"]
+    order = ["ledger", "memory", "parked", "snapshot", "again"]
 
     def rank(key: str) -> int:
-        return 0 if key in memory else 1 if key in unparked else 2 if key in restored else 3
+        return 1 if key in memory else 2 if key in unparked else 3 if key in restored else 4
 
-    return {traj_uid: order[max(map(rank, keys))] for traj_uid, keys in wanted.items()}
+    return {traj_uid: order[max(map(rank, keys), default=0)] for traj_uid, keys in wanted.items()}

@@ -21,9 +21,9 @@ log = logging.getLogger("headrace.snapshot")
 
 
 def wanted_keys(core: Core) -> dict[str, list[str]]:
-    """By trajectory that is ready or consumed: the keys of its rows' objects."""
+    """By trajectory that is ready or consumed: the keys of its rows' objects in the store. No key where they are in the ledger itself."""
     return {
-        trajectory.traj_uid: [ref["key"] for leaf in trajectory.leaves for ref in leaf.refs]
+        trajectory.traj_uid: [ref.key for leaf in trajectory.leaves for ref in leaf.stored]
         for sample in core.ledger.samples.values()
         for trajectory in sample.trajectories
         if trajectory.state in (READY, CONSUMED)

@@ -75,10 +75,19 @@ class RunStore:
                 )
                 return f"the ready rows can not be kept in {parked}: {error}; free space there"
             log.info("%d objects are kept in %s for the next start", kept, parked)
+        else:
+            self._say_what_is_left()
         with contextlib.suppress(*[Unavailable] * (self.place is not None)):  # its processes end next
             self.store.remove()
         self.gone = True
         return None
+
+    def _say_what_is_left(self) -> None:
+        """A1: at rest there is nothing."""
+        with contextlib.suppress(Unavailable):
+            left = self.store.stats()
+            level = logging.WARNING if left.used_bytes else logging.INFO
+            log.log(level, "the run has ended, and its store holds %d objects, %d bytes", left.objects, left.used_bytes)
 
     def stats(self, run: Run) -> StoreStats:
         if self.gone:

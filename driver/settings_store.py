@@ -55,6 +55,11 @@ class StoreConfig(_Section):
     )
     directory: Path | None = Field(None, description="embedded: default /dev/shm/headrace-UID-RUN; must be a memory file system")
     capacity_bytes: int = Field(1 << 30, ge=1 << 20)
+    inline_bytes: int = Field(
+        4096,
+        ge=0,
+        description="a row's object of at most so many bytes rides in the ledger and in the plan instead of lying in the store; 0: none",
+    )
     snapshot_every_s: float | None = Field(
         None,
         gt=0,

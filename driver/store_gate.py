@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from store import Ref, Store, StoreError, StoreStats, Unavailable, Value
+from store import INLINE, Ref, Store, StoreError, StoreStats, Unavailable, Value
 
 log = logging.getLogger("headrace.store")
 PUTS_AT_ONCE = 16
@@ -192,4 +192,4 @@ class StoreGate:
 
 def moved(ref: dict[str, Any], location: str) -> dict[str, Any]:
     """A reference as the ledger has it, to the same object in the store that there is now."""
-    return ref if ref["location"] == location or "inline" in ref else {**ref, "location": location}
+    return ref if ref["location"] in (location, INLINE) else {**ref, "location": location}

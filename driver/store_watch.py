@@ -29,6 +29,7 @@ from store import StoreError
 
 log = logging.getLogger("headrace.store")
 LOOK_S = 1.0
+CONFIRM_S = 0.5
 ANSWER_S = 5.0  # a store that has not said by then how it is counts as silent
 PREFIX = "store_lost/"
 SIDE = "store"
@@ -110,6 +111,9 @@ class StoreWatch:
             return
         try:
             found = await self._ask()
+            if self._parts - found and self._cause is None:  # one that can just be reached again may not have said all
+                await asyncio.sleep(CONFIRM_S)
+                found |= await self._ask()
         except StoreError as error:
             self._shut(self._cause or str(error))
             return

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,12 @@ import msgspec
 from driver.advantage import advantages
 from driver.balance import PlanRow, Terms, plan
 from driver.core import Busy, Core
-from driver.events import BatchApplied, BatchAssembled, BatchUnmade, EpochBegan, VersionCommitted
+from driver.events import BatchApplied, BatchAssembled, BatchUnmade, EpochBegan, VersionCommitted, named
 from driver.holds import Holds
-from driver.ledger import DISCARDED, TRAINED, Sample
+from driver.ledger import DISCARDED, TRAINED, Batch, Sample
 from driver.snapshot import Snapshot
 from driver.store_gate import moved
-from store import Gone, Ref, TensorForm, Unavailable
+from store import INLINE, Gone, Ref, TensorForm, Unavailable, open_ref
 from trainer.checkpoints import newest
 from trainer.client import TrainerClient, TrainerLost, TrainerRefused
 from trainer.wire import MiniBatch, TrainReport, WireRef
@@ -220,7 +220,7 @@ class Training:
                     if advantage != 0.0 or config.trainer.critic is not None:
                         rows[leaf.row_id] = WireRow(
                             row_id=leaf.row_id,
-                            rollout=WireRef.model_validate(leaf.rollout),
+                            rollout=WireRef.model_validate(named(leaf.rollout)),
                             row=leaf.row,
                             extras=None if leaf.extras is None else WireRef.model_validate(leaf.extras),
                             advantage=advantage,
@@ -233,15 +233,20 @@ class Training:
         wire = [MiniBatch(ranks=[[[rows[row_id] for row_id in micro] for micro in rank] for rank in mini]).model_dump() for mini in planned]
         return msgspec.json.encode(wire)
 
+    def _sendable(self, batch: Batch, plan: bytes) -> list[MiniBatch]:
+        """The plan with the rows that ride along, which the ledger keeps with their trajectories."""
+        consumed = (t for uid in batch.uids for t in self._core.ledger.samples[uid].in_state("consumed"))
+        riding = {leaf.row_id: leaf.rollout for t in consumed for leaf in t.leaves if leaf.rollout["location"] == INLINE}
+        return decode_plan(plan, self._core.store.location, riding)
+
     async def _train(self, batch_id: int) -> None:
         """Send one assembled batch, record that it was applied, publish its weights, commit when due."""
         core = self._core
         batch = core.ledger.batches[batch_id]
-        location = core.store.location
-        mini_batches = decode_plan(batch.plan, location)
+        mini_batches = self._sendable(batch, batch.plan)
         if any(len(mini.ranks) != core.config.trainer.dp for mini in mini_batches):
             # Planned for another number of ranks before a restart: the same rows, dealt out anew.
-            mini_batches = decode_plan(self._plan(batch_id, [core.ledger.samples[uid] for uid in batch.uids], "consumed"), location)
+            mini_batches = self._sendable(batch, self._plan(batch_id, [core.ledger.samples[uid] for uid in batch.uids], "consumed"))
         trainer = core.config.trainer
         rate = trainer.learning_rate_at(batch_id, core.config.stop.batches)
         critic_rate = trainer.critic.learning_rate * rate / trainer.learning_rate if trainer.critic is not None else 0.0
@@ -348,8 +353,7 @@ class Training:
             samples = [ledger.samples[uid] for uid in batch.uids]
             outcome, reason = (DISCARDED, f"step skipped: {batch.skipped}") if batch.skipped else (TRAINED, None)
             await self._archive(samples, outcome, reason)
-            leaves = [leaf for s in samples for t in s.in_state("consumed") for leaf in t.leaves]
-            done += [Ref.from_wire(ref) for leaf in leaves for ref in leaf.refs]
+            done += [ref for s in samples for t in s.in_state("consumed") for leaf in t.leaves for ref in leaf.stored]
         core.apply(VersionCommitted(version=version, checkpoint=path, time=time.time()))
         await core.db.durable()
         await core.gate.free_many(done)
@@ -442,10 +446,12 @@ class Training:
                 self._on_running_again(ledger.samples[uid])
 
 
-def decode_plan(plan: bytes, location: str) -> list[MiniBatch]:
-    """As it is on disk, but for where the store is: that may be another place than in the run's last life."""
-    decoded = msgspec.json.decode(plan)
+def decode_plan(plan: bytes, location: str, riding: Mapping[str, dict[str, Any]] | None = None) -> list[MiniBatch]:
+    """As it is on disk, but for the references of rows that ride along, by row id, and for where the store is: that may be another place
+    than in the run's last life."""
+    decoded, carried = msgspec.json.decode(plan), riding or {}
     for row in (row for mini in decoded for rank in mini["ranks"] for micro_batch in rank for row in micro_batch):
+        row["rollout"] = carried.get(row["row_id"], row["rollout"])
         row |= {hop: moved(row[hop], location) for hop in ("rollout", "extras") if row.get(hop)}
     return [MiniBatch.model_validate(mini) for mini in decoded]
 
@@ -462,10 +468,10 @@ def skipped_reason(trained_rows: Path, batch_id: int) -> str | None:
 
 
 def rows_present(core: Core, leaves: tuple[Any, ...]) -> bool:
-    """Do all rows of these leaves still lie in the store?"""
+    """Are all rows of these leaves still there?"""
     for ref in [ref for leaf in leaves for ref in leaf.refs if ref is not leaf.reward]:
         try:
-            core.store.open(Ref.from_wire(ref), []).close()
+            open_ref(Ref.from_wire(ref), [], store=core.store).close()
         except Gone:
             return False
     return True

@@ -24,6 +24,7 @@ from driver import collector
 from driver.config import ConfigError
 from driver.datasets import DatasetError
 from driver.ledger_db import LedgerError
+from driver.machine import left_behind, needed
 from driver.run import Run
 from driver.runs import Runs
 from driver.service import create_app
@@ -90,6 +91,11 @@ def log_to(path: Path, *, also_terminal: bool) -> None:
 async def serve(config: RunConfig, *, exit_when_done: bool) -> int:
     """Run the service until it is told to end (or, with `exit_when_done`, until the run has ended). Returns the exit status."""
     sock = listen(config.service.host, config.service.port)
+    if lacking := [finding for finding in needed(config) if finding.state == "missing"]:
+        sock.close()
+        raise CannotStart("; ".join(f"{finding.what}: {finding.words}" for finding in lacking))
+    for finding in left_behind(config):
+        log.warning("left behind: %s", finding.words)
     collector.settle()
     try:
         run = Run(config)

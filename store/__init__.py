@@ -4,13 +4,16 @@ The interface is `store.base.Store`. Embedded, the bytes lie in files under /dev
 """
 
 from store.base import Column, Damaged, Exists, Full, Gone, Lease, Ref, Store, StoreError, StoreStats, Unavailable, Value
-from store.embedded import EmbeddedStore, default_root
+from store.embedded import EmbeddedStore
 from store.format import occupied_bytes
+from store.inline import INLINE, in_store, open_ref, put_small, riding
 from store.mooncake import MooncakeStore, mooncake_location
 from store.opening import open_store
 from store.pieces import Bundle, Piece, TensorForm
+from store.places import LeftOver, default_root, left_over
 
 __all__ = [
+    "INLINE",
     "Bundle",
     "Column",
     "Damaged",
@@ -19,6 +22,7 @@ __all__ = [
     "Full",
     "Gone",
     "Lease",
+    "LeftOver",
     "MooncakeStore",
     "Piece",
     "Ref",
@@ -29,7 +33,12 @@ __all__ = [
     "Unavailable",
     "Value",
     "default_root",
+    "in_store",
+    "left_over",
     "mooncake_location",
     "occupied_bytes",
+    "open_ref",
     "open_store",
+    "put_small",
+    "riding",
 ]

@@ -6,6 +6,7 @@ at once; the bytes go when the last view of them does, or when the process that 
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,19 +46,26 @@ class Damaged(Unavailable):
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """Names one object. `size_bytes` is what it takes up in the store, the unit of `StoreStats.used_bytes`."""
+    """Names one object. `size_bytes` is what it takes up in the store, the unit of `StoreStats.used_bytes`.
+
+    A small object may ride along: then `inline` is all of it, encoded, and no store holds any of it (`store.inline`).
+    """
 
     key: str
     size_bytes: int
     location: str
+    inline: bytes | None = None
 
     def to_wire(self) -> dict[str, Any]:
-        return {"key": self.key, "size_bytes": self.size_bytes, "location": self.location}
+        wire: dict[str, Any] = {"key": self.key, "size_bytes": self.size_bytes, "location": self.location}
+        return wire if self.inline is None else wire | {"inline": base64.b64encode(self.inline).decode()}
 
     @classmethod
     def from_wire(cls, wire: Mapping[str, Any]) -> Ref:
         try:
-            return cls(key=str(wire["key"]), size_bytes=int(wire["size_bytes"]), location=str(wire["location"]))
+            inline = wire.get("inline")
+            carried = None if inline is None else base64.b64decode(inline, validate=True)
+            return cls(str(wire["key"]), int(wire["size_bytes"]), str(wire["location"]), carried)
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"not a reference to a stored object: {wire!r}; it needs key, size_bytes and location") from error
 
@@ -75,9 +83,15 @@ Value = np.ndarray | np.generic | Column
 
 @dataclass(frozen=True, slots=True)
 class StoreStats:
+    """`pending_frees` were freed and are still read; the oldest waits for `oldest_pending_s` (its reader is older than that). `spare_bytes`
+    are not in use and not given back: a put that needs them has them."""
+
     objects: int
     used_bytes: int
     capacity_bytes: int
+    pending_frees: int = 0
+    oldest_pending_s: float = 0.0
+    spare_bytes: int = 0
 
 
 class Lease(Mapping[str, np.ndarray]):

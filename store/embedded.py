@@ -3,41 +3,38 @@
     ROOT/objects/KEY   published objects, the key percent-quoted
     ROOT/temp/…        being written; a shared lock says that the writer lives
     ROOT/freed/…       freed while somebody read them
+    ROOT/spare/…       pages for the next large objects, see store/spare.py
     ROOT/account       bytes in use, see store/account.py
 
 A put reserves its bytes, writes a temporary file and links it under its key, so a reader finds all of an object or nothing. A lease is a
 shared `flock` on the open file, and Python's mapping keeps that open file: the lock lives exactly as long as the last view, and a killed
-reader's lock goes with it. Free unlinks what nobody locks and sets the rest aside in `freed/`, where it still counts until it is let go.
+reader's lock goes with it. Free takes away what nobody locks and sets the rest aside in `freed/`, where it still counts until it is let go.
 """
 
 from __future__ import annotations
 
-import errno
+import contextlib
 import fcntl
 import mmap
 import os
-import resource
-import stat
+import time
 import uuid
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from urllib.parse import quote, unquote
+from urllib.parse import unquote
 
 import numpy as np
 
-from store import parking
+from store import files, parking
 from store.account import Account, Balance
 from store.base import Damaged, Exists, Full, Gone, Lease, Ref, StoreError, StoreStats, Unavailable, Value
-from store.format import PAGE_BYTES, aligned, encode, quoted, read_table, schema_version, view
+from store.format import PAGE_BYTES, aligned, encode, lease_over, quoted, read_table
+from store.places import check_private, check_room
+from store.spare import Spares
 
 SCHEME = "tmpfs:"
-FILES_WANTED = 65_536
 FREED_AT_ONCE = 64  # while the account is locked, and nobody can put: one or two milliseconds
-
-
-def default_root(store_id: str) -> Path:
-    """Where this user's store of that name lies."""
-    return Path(f"/dev/shm/headrace-{os.getuid()}-{quote(store_id, safe='')}")
+_CLAIM_TRIES, _CLAIM_PAUSE_S = 10, 0.05
 
 
 class EmbeddedStore:
@@ -49,28 +46,31 @@ class EmbeddedStore:
     def __init__(self, root: Path, capacity_bytes: int | None = None) -> None:
         self._root = Path(os.path.abspath(root))
         self._objects, self._temp, self._freed = (self._root / name for name in ("objects", "temp", "freed"))
+        self._spares = Spares(self._root / "spare")
         self._account = Account(self._root / "account", self._count_bytes)
         self._owner: int | None = None
-        _raise_file_limit()
+        files.raise_file_limit()
         if capacity_bytes is None:
-            self._check_root()
+            check_private(self._root)
             return
         if capacity_bytes <= 0:
             raise ValueError(f"the store's capacity must be above 0 bytes, not {capacity_bytes}")
-        self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._check_root()
-        for directory in (self._objects, self._temp, self._freed):
+        check_room(self._root, capacity_bytes)
+        with contextlib.suppress(FileExistsError):
+            self._root.mkdir(mode=0o700, parents=True)
+        check_private(self._root)
+        for directory in self._directories:
             directory.mkdir(mode=0o700, exist_ok=True)
         with self._account.locked(create=True) as balance:
             self._collect(balance)
+            self._spares.shrink()
             balance.used_bytes = self._count_bytes()
-            self._check_room(capacity_bytes, balance.used_bytes)
             balance.capacity_bytes = capacity_bytes
 
     def claim(self) -> None:
         handle = os.open(self._root / "owner", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock_as_owner(handle)
         except BlockingIOError:
             owner = os.pread(handle, 64, 0).decode() or "unknown"
             os.close(handle)
@@ -98,46 +98,20 @@ class EmbeddedStore:
         return self._publish(key, self._path_of(key), [(0, memoryview(encoded))], len(encoded))
 
     def open(self, ref: Ref, columns: Iterable[str] | None = None) -> Lease:
-        self._check_ref(ref)
-        path = self._path_of(ref.key)
+        handle, size_bytes = self._open_locked(ref)
         try:
-            handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError as error:
-            raise _gone(ref.key) from error
-        except OSError as error:
-            raise Unavailable(f"cannot open {ref.key!r}: {error.strerror}{_remedy(error)}") from error
-        try:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise Gone(f"{ref.key!r} is being freed") from error
-            facts = os.fstat(handle)
-            if facts.st_nlink == 0:
-                raise Gone(f"{ref.key!r} was freed")
-            if facts.st_size == 0:
-                raise Damaged(f"{path} is empty")
             # The mapping keeps a duplicate of the handle, and so the lock, until its last view is gone.
-            mapping = mmap.mmap(handle, facts.st_size, prot=mmap.PROT_READ)
+            mapping = mmap.mmap(handle, size_bytes, prot=mmap.PROT_READ)
         except OSError as error:
-            raise Unavailable(f"cannot map {ref.key!r}: {error.strerror}{_remedy(error)}") from error
+            raise Unavailable(f"cannot map {ref.key!r}: {error.strerror}{files.remedy(error)}") from error
         finally:
             os.close(handle)
-        entries = {entry.name: entry for entry in read_table(mapping, facts.st_size, str(path))}
-        names = list(entries) if columns is None else list(columns)
-        missing = [name for name in names if name not in entries]
-        if missing:
-            raise ValueError(f"{ref.key!r} has no column {', '.join(map(repr, missing))}; it has {', '.join(entries) or 'none'}")
-        views = {name: view(entries[name], mapping) for name in names}
-        return Lease(ref, views, {name: entries[name].dtype for name in names}, schema_version(mapping))
+        return lease_over(ref, mapping, repr(ref.key), columns)
 
     def encoded(self, ref: Ref) -> bytes:
-        self._check_ref(ref)
-        try:
-            return self._path_of(ref.key).read_bytes()
-        except FileNotFoundError as error:
-            raise _gone(ref.key) from error
-        except OSError as error:
-            raise Unavailable(f"cannot read {ref.key!r}: {error.strerror}{_remedy(error)}") from error
+        handle, size_bytes = self._open_locked(ref)
+        with open(handle, "rb") as file:
+            return file.read(size_bytes)
 
     def free(self, refs: Iterable[Ref]) -> None:
         paths = []
@@ -147,7 +121,7 @@ class EmbeddedStore:
         for first in range(0, len(paths), FREED_AT_ONCE):
             with self._account.locked() as balance:
                 for path in paths[first : first + FREED_AT_ONCE]:
-                    if not self._unlink_if_idle(path, balance) and path.exists():
+                    if not self._let_go(path, balance) and path.exists():
                         path.rename(self._freed / uuid.uuid4().hex)
                 self._collect(balance)
 
@@ -159,7 +133,15 @@ class EmbeddedStore:
     def stats(self) -> StoreStats:
         with self._account.locked() as balance:
             self._collect(balance)
-            return StoreStats(len(os.listdir(self._objects)), balance.used_bytes, balance.capacity_bytes)
+            since = [item.stat().st_ctime for item in os.scandir(self._freed)]  # a rename sets it
+            return StoreStats(
+                len(os.listdir(self._objects)),
+                balance.used_bytes,
+                balance.capacity_bytes,
+                pending_frees=len(since),
+                oldest_pending_s=max(0.0, time.time() - min(since)) if since else 0.0,
+                spare_bytes=self._spares.size_bytes(),
+            )
 
     def gauges(self) -> dict[str, float]:
         stats = self.stats()
@@ -167,6 +149,9 @@ class EmbeddedStore:
             "headrace_store_objects_count": stats.objects,
             "headrace_store_used_bytes": stats.used_bytes,
             "headrace_store_capacity_bytes": stats.capacity_bytes,
+            "headrace_store_spare_bytes": stats.spare_bytes,
+            "headrace_store_pending_frees_count": stats.pending_frees,
+            "headrace_store_oldest_pending_free_seconds": stats.oldest_pending_s,
         }
 
     def keys(self) -> list[str]:
@@ -192,7 +177,7 @@ class EmbeddedStore:
         """Nothing is kept open but what views hold."""
 
     def remove(self) -> None:
-        for directory in (self._objects, self._temp, self._freed):
+        for directory in self._directories:
             for path in directory.iterdir() if directory.exists() else ():
                 path.unlink(missing_ok=True)
             if directory.exists():
@@ -205,6 +190,39 @@ class EmbeddedStore:
             os.close(self._owner)
             self._owner = None
 
+    @property
+    def _directories(self) -> tuple[Path, ...]:
+        return self._objects, self._temp, self._freed, self._spares.directory
+
+    # Reading
+
+    def _open_locked(self, ref: Ref) -> tuple[int, int]:
+        """A handle with a lease on the object's file, and its length. Raises Gone, Unavailable, Damaged."""
+        self._check_ref(ref)
+        path = self._path_of(ref.key)
+        try:
+            handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError as error:
+            raise _gone(ref.key) from error
+        except OSError as error:
+            raise Unavailable(f"cannot open {ref.key!r}: {error.strerror}{files.remedy(error)}") from error
+        try:
+            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            facts = os.fstat(handle)
+            # Only now: before the lock the file could become another object's.
+            if not os.path.samestat(facts, os.stat(path)):
+                raise _gone(ref.key)
+            if facts.st_size == 0:
+                raise Damaged(f"{path} is empty")
+            return handle, facts.st_size
+        except BaseException as error:
+            os.close(handle)
+            if isinstance(error, BlockingIOError | FileNotFoundError):
+                raise _gone(ref.key) from error  # just now
+            if isinstance(error, OSError):
+                raise Unavailable(f"cannot lock {ref.key!r}: {error.strerror}") from error
+            raise
+
     # Writing
 
     def _publish(self, key: str, target: Path, pieces: list[tuple[int, memoryview]], length_bytes: int) -> Ref:
@@ -212,12 +230,11 @@ class EmbeddedStore:
         temp = self._temp / uuid.uuid4().hex
         handle = self._reserve(key, target, temp, length_bytes, size_bytes)
         try:
-            for offset, piece in pieces:
-                _write_all(handle, piece, offset)
+            files.write_pieces(handle, pieces)
             os.link(temp, target)
             temp.unlink()
         except OSError as error:
-            refusal = _taken(key) if isinstance(error, FileExistsError) else _file_system_refusal(key, self._root, error)
+            refusal = _taken(key) if isinstance(error, FileExistsError) else files.refused(key, self._root, error)
             raise refusal from error
         finally:
             os.close(handle)  # a temporary file left behind is nobody's from here on, and goes with the next collection
@@ -229,12 +246,21 @@ class EmbeddedStore:
             refusal: StoreError | None = self._refusal(key, target, size_bytes, balance)
             if refusal is None:
                 try:
-                    handle = _create_filled(temp, length_bytes)
+                    handle = self._filled(temp, length_bytes)
                     balance.used_bytes += size_bytes
+                    self._spares.make_room(balance.used_bytes, balance.capacity_bytes)
                     return handle
                 except OSError as error:
-                    refusal = _file_system_refusal(key, self._root, error)
+                    refusal = files.refused(key, self._root, error)
         raise refusal
+
+    def _filled(self, temp: Path, length_bytes: int) -> int:
+        try:
+            handle = self._spares.take(temp, length_bytes)
+            return files.create_filled(temp, length_bytes) if handle is None else handle
+        except OSError:
+            self._spares.shrink()  # on a full file system the spare pages are needed
+            return files.create_filled(temp, length_bytes)
 
     def _refusal(self, key: str, target: Path, size_bytes: int, balance: Balance) -> StoreError | None:
         if target.exists():
@@ -252,10 +278,10 @@ class EmbeddedStore:
         """Take away what dead writers left, and what was freed and has lost its last reader."""
         for directory in (self._temp, self._freed):
             for name in os.listdir(directory):
-                self._unlink_if_idle(directory / name, balance)
+                self._let_go(directory / name, balance)
 
-    def _unlink_if_idle(self, path: Path, balance: Balance) -> bool:
-        """Whether the file is gone: unlinked here, or not there at all. False while someone holds a lock on it."""
+    def _let_go(self, path: Path, balance: Balance) -> bool:
+        """Whether the file is gone: taken away here, or not there at all. False while someone holds a lock on it."""
         try:
             handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -264,9 +290,11 @@ class EmbeddedStore:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             facts = os.fstat(handle)
             # A writer that died between link and unlink leaves a second name; the bytes stay with the first.
-            path.unlink(missing_ok=True)
             if facts.st_nlink == 1:
                 balance.used_bytes -= aligned(facts.st_size, PAGE_BYTES)
+                if self._spares.keep(path, facts.st_size, balance.capacity_bytes):
+                    return True
+            path.unlink(missing_ok=True)
             return True
         except BlockingIOError:
             return False
@@ -291,46 +319,16 @@ class EmbeddedStore:
         if ref.location != self.location:
             raise ValueError(f"{ref.key!r} lies in {ref.location}, this store is {self.location}; use open_store(ref.location)")
 
-    def _check_root(self) -> None:
+
+def _lock_as_owner(handle: int) -> None:
+    """Raises BlockingIOError when another process owns it; one that only looks whether somebody does is gone in a moment."""
+    for attempt in range(_CLAIM_TRIES):
         try:
-            facts = os.lstat(self._root)
-        except FileNotFoundError as error:
-            raise Unavailable(f"there is no store at {self._root}; its owner has not made it yet, or has removed it") from error
-        if not stat.S_ISDIR(facts.st_mode):
-            raise ValueError(f"{self._root} is not a directory; remove it, or choose another store id")
-        if facts.st_uid != os.getuid() or facts.st_mode & 0o077:
-            raise ValueError(
-                f"{self._root} belongs to user {facts.st_uid} with mode {facts.st_mode & 0o777:o}; "
-                f"a store must be of user {os.getuid()} and mode 700: remove the directory, or choose another store id"
-            )
-
-    def _check_room(self, capacity_bytes: int, used_bytes: int) -> None:
-        facts = os.statvfs(self._root)
-        room_bytes = facts.f_bavail * facts.f_frsize + used_bytes
-        if capacity_bytes > room_bytes:
-            raise ValueError(
-                f"the store should hold {capacity_bytes} bytes but {self._root} has room for {room_bytes}; "
-                "lower the capacity, or enlarge the file system (Docker: --shm-size)"
-            )
-
-
-def _create_filled(path: Path, length_bytes: int) -> int:
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:
-        # Shared, not exclusive: a reader may come between the link and the close of this handle.
-        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        os.posix_fallocate(handle, 0, length_bytes)
-    except OSError:
-        os.close(handle)
-        path.unlink()
-        raise
-    return handle
-
-
-def _write_all(handle: int, piece: memoryview, offset: int) -> None:
-    while piece:
-        written = os.pwrite(handle, piece, offset)
-        piece, offset = piece[written:], offset + written
+            return fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if attempt == _CLAIM_TRIES - 1:
+                raise
+            time.sleep(_CLAIM_PAUSE_S)
 
 
 def _gone(key: str) -> Gone:
@@ -339,21 +337,3 @@ def _gone(key: str) -> Gone:
 
 def _taken(key: str) -> Exists:
     return Exists(f"{key!r} is in the store already; objects are written once")
-
-
-def _file_system_refusal(key: str, root: Path, error: OSError) -> Full | Unavailable:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return Full(f"{key!r} does not fit: the file system of {root} is full ({error.strerror}); enlarge it (Docker: --shm-size)")
-    return Unavailable(f"cannot write {key!r} under {root}: {error.strerror}{_remedy(error)}")
-
-
-def _raise_file_limit() -> None:
-    # Each mapped object is an open file, and 1,024, the usual soft limit, is less than one batch of rows.
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = FILES_WANTED if hard == resource.RLIM_INFINITY else min(hard, FILES_WANTED)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-def _remedy(error: OSError) -> str:
-    return "; raise the limit with `ulimit -n`" if error.errno in (errno.EMFILE, errno.ENFILE) else ""

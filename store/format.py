@@ -14,14 +14,14 @@ from __future__ import annotations
 import math
 import struct
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 from urllib.parse import quote
 
 import msgspec
 import numpy as np
 
-from store.base import SCHEMA_VERSION, Column, Damaged, Value
+from store.base import SCHEMA_VERSION, Column, Damaged, Lease, Ref, Value
 
 MAGIC = b"HEADRACE"
 VERSION = 2
@@ -132,6 +132,17 @@ def schema_version(buffer: Any) -> int:
 def view(entry: Entry, buffer: Any) -> np.ndarray:
     """The column as an array over `buffer`, which it keeps alive; read-only when the buffer is."""
     return np.ndarray(entry.shape, _NUMPY_OF[entry.dtype], buffer=buffer, offset=entry.offset)
+
+
+def lease_over(ref: Ref, buffer: Any, source: str, columns: Iterable[str] | None) -> Lease:
+    """The object that fills `buffer`, as a lease of these of its columns. Raises Damaged; ValueError for one that it does not have."""
+    entries = {entry.name: entry for entry in read_table(buffer, len(buffer), source)}
+    names = list(entries) if columns is None else list(columns)
+    missing = [name for name in names if name not in entries]
+    if missing:
+        raise ValueError(f"{ref.key!r} has no column {', '.join(map(repr, missing))}; it has {', '.join(entries) or 'none'}")
+    views = {name: view(entries[name], buffer) for name in names}
+    return Lease(ref, views, {name: entries[name].dtype for name in names}, schema_version(buffer))
 
 
 def _typed(name: str, column: Value) -> tuple[str, np.ndarray]:

@@ -209,7 +209,8 @@ class MooncakeStore:
                     used += int(float(value))
                 else:
                     total, parts = total + int(float(value)), parts + 1
-        return StoreStats(max(0, objects - parts - len(self._frees)), max(0, used - parts * PART_BYTES), total * SPARE[1] // SPARE[0])
+        objects, used = max(0, objects - parts - len(self._frees)), max(0, used - parts * PART_BYTES)
+        return StoreStats(objects, used, total * SPARE[1] // SPARE[0], pending_frees=len(self._frees))
 
     def gauges(self) -> dict[str, float]:
         stats = self.stats()
@@ -244,6 +245,8 @@ class MooncakeStore:
         for segment in self._ask("/get_all_segments").split():
             place = self._client.find(marker := part_name(segment))
             if isinstance(place, int):
+                if place in codes.MASTER_LOST:
+                    raise Unavailable(f"the store's master at {self._address.master} does not answer (Mooncake's code {place})")
                 continue
             with contextlib.suppress(LookupError), self._client.staging() as buffer:  # a dead one of this host is gone at once
                 self._mapped.bytes_of(place)

@@ -36,7 +36,23 @@ def test_the_configuration_of_the_overlap_benchmark_is_accepted(tmp_path, bound)
 
 @pytest.mark.parametrize(
     "name",
-    ["bound", "client", "driver", "ledger", "overlap", "plan", "push", "recovery", "scale", "start", "switch", "trainer", "worth"],
+    [
+        "arrival",
+        "bound",
+        "client",
+        "driver",
+        "handover",
+        "ledger",
+        "overlap",
+        "plan",
+        "push",
+        "recovery",
+        "scale",
+        "start",
+        "switch",
+        "trainer",
+        "worth",
+    ],
 )
 def test_every_benchmark_knows_quick_and_json(name):
     root = Path(__file__).parents[1]

@@ -138,7 +138,7 @@ def test_H6_W1_sigterm_in_the_middle_of_rewards_ends_in_time_and_what_was_sample
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_A1_A2_W1_after_the_host_lost_its_memory_ready_and_consumed_rows_come_from_the_snapshot(service: ServiceUnderTest) -> None:
-    settings = ("stop.batches=6", "checkpoint.every=6", "store.snapshot_every_s=0.2")
+    settings = ("stop.batches=6", "checkpoint.every=6", "store.snapshot_every_s=0.2", "store.inline_bytes=0")
     service.up(*settings)
     assert service.submit(ROWS.encode()).status_code == 201
     service.wait(lambda s: s["trained_version"] >= 2 and s["trajectories"]["consumed"] >= 2 * SAMPLES * N, "two batches, none committed")

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
+from driver.ledger_load import check
 from driver.mooncake import absent
-from tests.chaos.accounts import check
 from tests.netns import Network, hosts
 from tests.service import ServiceUnderTest
 from tests.test_whole import check_accounts
@@ -102,7 +102,8 @@ def check_end(service: ServiceUnderTest) -> None:
     service.http.post(f"{service.url}/v1/runs/sort-digits/drain").raise_for_status()
     status = service.wait(lambda s: s["state"] == "finished", "the end", LONG_S)
     check_accounts(service, status)
-    check(service.directory, N, 2)
+    found = check(service.directory / "ledger.sqlite")
+    assert found.well, found
     counted = status["trajectories"]
     assert counted["trained"] == counted["registered"] > 2 * SAMPLES * N and counted["discarded"] == 0, counted
 

@@ -12,8 +12,8 @@ from typing import Any
 import psutil
 import pytest
 
+from driver.ledger_load import check
 from driver.mooncake import absent
-from tests.chaos.accounts import check
 from tests.service import ServiceUnderTest
 from tests.test_whole import check_accounts
 
@@ -51,7 +51,8 @@ def begun(service: ServiceUnderTest, *settings: str) -> None:
 def check_end(service: ServiceUnderTest) -> dict[str, Any]:
     status = service.wait(lambda s: s["state"] == "finished", "the end", LONG_S)
     check_accounts(service, status)
-    check(service.directory, N, 2)
+    found = check(service.directory / "ledger.sqlite")
+    assert found.well, found
     counted = status["trajectories"]
     assert counted["trained"] == BATCHES * SAMPLES * N and counted["discarded"] == 0, counted
     assert counted["running"] == counted["ready"] == counted["consumed"] == 0

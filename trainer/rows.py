@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from store import Lease, StoreError, Unavailable, open_store
+from store import Lease, StoreError, Unavailable, open_ref
 from store.rows import row_of
 from trainer.fused import zigzag
 from trainer.layout import sequence_unit
@@ -114,7 +114,7 @@ def open_row(planned: PlanRow, vocab_size: int, routing: Routing | None = None) 
 
 
 def _opened(ref: WireRef) -> Lease:
-    return open_store(ref.location).open(ref.ref())
+    return open_ref(ref.ref())
 
 
 @dataclass(frozen=True, eq=False)

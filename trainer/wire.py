@@ -19,13 +19,16 @@ class WireRef(_Message):
     key: str
     size_bytes: int
     location: str
+    inline: str | None = None
+    """base64 of a small object, which rides along"""
 
     def ref(self) -> Ref:
-        return Ref(self.key, self.size_bytes, self.location)
+        """Raises ValueError when `inline` is not base64."""
+        return Ref.from_wire(self.model_dump())
 
     @classmethod
     def of(cls, ref: Ref) -> WireRef:
-        return cls(key=ref.key, size_bytes=ref.size_bytes, location=ref.location)
+        return cls.model_validate(ref.to_wire())
 
 
 class PlanRow(_Message):

@@ -150,6 +150,7 @@ class Chaos:
             "stop.batches=null",
             "stop.epochs=null",
             "push.deadline_s=15",
+            "store.inline_bytes=400",  # of each row, the reward's object rides in the ledger and the tokens' lies in the store
             *settings,
             module="tests.chaos.driver",
             environment={DIRECTORY: str(self.orders), STEP_S: str(step_s)} | ({LENGTHS: str(lengths)} if lengths else {}),

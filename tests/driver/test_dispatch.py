@@ -33,7 +33,7 @@ from rollout.tokens import TokenizerView
 from rollout.tree import Trajectory as Tree
 from rollout.version import Version
 from rollout.workflow import Task, WorkflowFailed
-from store import EmbeddedStore, Ref
+from store import EmbeddedStore, Ref, open_ref
 from store.rows import row_of
 from store.schema import validate
 from tests.driver.conftest import ready, register
@@ -496,9 +496,11 @@ def two_leaves() -> Tree:
     return tree
 
 
-async def test_the_leaves_of_a_trajectory_are_rows_of_one_object_and_a_failed_score_leaves_none(parts):
+@pytest.mark.parametrize(("inline_bytes", "objects"), [(0, 2), (1 << 14, 0), (1024, 1)], ids=["stored", "in the ledger", "one of each"])
+async def test_the_leaves_of_a_trajectory_are_rows_of_one_object_and_a_failed_score_leaves_none(parts, inline_bytes, objects):
     dispatch, trajectory, _ = parts
     core = dispatch._core
+    core.config = core.config.model_copy(update={"store": core.config.store.model_copy(update={"inline_bytes": inline_bytes})})
     row = DataRow(0, "sort 1 =", None, "1", "sort", {})
 
     async def score(job: Any) -> Any:
@@ -506,17 +508,17 @@ async def test_the_leaves_of_a_trajectory_are_rows_of_one_object_and_a_failed_sc
 
     dispatch._scoring.score = score
     leaves = await dispatch._score(row, trajectory, two_leaves())
-    assert core.store.stats().objects == 2 and [leaf.refs for leaf in leaves] == [leaves[0].refs] * 2
+    assert core.store.stats().objects == objects and [leaf.refs for leaf in leaves] == [leaves[0].refs] * 2
     assert [(leaf.row, leaf.length, leaf.response_tokens, leaf.score, leaf.is_correct) for leaf in leaves] == [
         (0, 5, 2, 0.5, True),
         (1, 6, 2, 1.5, None),
     ]
-    rollout, reward = (core.store.open(Ref.from_wire(ref)) for ref in leaves[0].refs)
+    rollout, reward = (open_ref(Ref.from_wire(ref), store=core.store) for ref in leaves[0].refs)
     validate("rollout", rollout)
     validate("reward", reward)
     assert [row_of(rollout, leaf.row)["input_ids"].tolist() for leaf in leaves] == [[5, 6, 7, 9, EOS], [5, 6, 7, 8, 10, EOS]]
     assert reward["score"].tolist() == [0.5, 1.5] and reward["is_correct"].tolist() == [1, 255]
-    core.store.free(Ref.from_wire(ref) for leaf in leaves for ref in leaf.refs)
+    core.store.free(ref for leaf in leaves for ref in leaf.stored)
     assert core.store.stats().objects == 0
 
     async def fail(job: Any) -> Any:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import resource
 import socket
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from driver import doctor
+from driver import doctor, up
 from driver.cli import app
+from driver.config import load_config
 from driver.doctor import examine
 from driver.life import free_port
+from driver.up import CannotStart
+from store import EmbeddedStore, default_root
 from tests.fleet import fleet
 
 CONFIG = Path(__file__).parents[2] / "examples/sort_digits/config.yaml"
@@ -26,6 +31,10 @@ def found(*settings: str, config: Path | None = CONFIG) -> dict[str, doctor.Find
 
 def missing(findings: dict[str, doctor.Finding]) -> list[str]:
     return [what for what, finding in findings.items() if finding.state == "missing"]
+
+
+def said(run_id: str) -> str:
+    return " ".join(finding.words for finding in examine(CONFIG, ["service.port=0", f"run_id={run_id}"]) if finding.what == "left behind")
 
 
 def test_the_demo_can_run_here_and_what_it_does_not_need_may_be_absent():
@@ -61,6 +70,33 @@ def test_too_few_files_a_missing_package_and_a_taken_port(monkeypatch):
     assert "no-such-package not installed; pip install" in findings["trainer"].words and "256 a process" in findings["open files"].words
     alone = found(config=None)
     assert missing(alone) == [] and alone["trainer"].state == "absent", "nothing is needed without a configuration"
+
+
+def test_O2_up_refuses_what_doctor_finds_missing_before_anything_is_made(monkeypatch, tmp_path):
+    config = load_config(CONFIG, ["service.port=0", f"run_dir={tmp_path}/run", "rollout.max_open_requests=1024"])
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 1024))
+    monkeypatch.setattr(up, "Run", lambda _: pytest.fail("a run was made"))
+    with pytest.raises(CannotStart, match=r"open files: 1,024 a process, [\d,]+ needed; raise the hard limit \(ulimit -Hn"):
+        asyncio.run(up.serve(config, exit_when_done=True))
+    assert not (tmp_path / "run").exists()
+
+
+def test_shared_memory_that_the_run_s_own_store_has_taken_is_no_lack_of_it(monkeypatch, tmp_path):
+    settings = [f"store.directory={tmp_path}/store", f"store.capacity_bytes={64 << 20}"]
+    EmbeddedStore(tmp_path / "store", 64 << 20).put("row", {"a": np.zeros(40 << 20, np.uint8)})
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=(30 << 20) // 4096, f_frsize=4096))
+    assert missing(found(*settings)) == []
+    assert missing(found(*settings[1:])) == ["shared memory"]
+
+
+def test_a_store_that_a_killed_run_left_is_named_unless_it_is_this_run_s_own():
+    root = default_root("left-behind")
+    store = EmbeddedStore(root, 1 << 20)
+    try:
+        assert str(root) in said(run_id="another")
+        assert str(root) not in said(run_id="left-behind")
+    finally:
+        store.remove()
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from driver.holds import Holds
 from driver.ledger import Sample, traj_uid_of
 from driver.ledger_db import LedgerDB
 from driver.training import Training
-from store import EmbeddedStore
+from store import EmbeddedStore, open_ref, put_small
 from tests.driver.conftest import register
 from trainer import checkpoints
 from trainer.wire import TrainReport
@@ -63,7 +63,9 @@ class Trainer:
     async def train(self, batch_id: int, epoch: int, lr: float, mini_batches: list[Any], deadline_s: float, **_: Any) -> Any:
         assert batch_id == self.version
         self._at("train")
-        row_ids = [row.row_id for mini in mini_batches for rank in mini.ranks for micro in rank for row in micro]
+        rows = [row for mini in mini_batches for row in mini.rows()]
+        row_ids = [row.row_id for row in rows]
+        assert all(open_ref(row.rollout.ref())["a"].tolist() == [0] * 4 for row in rows), "wherever they are"
         with (self._directory / "trained_rows.jsonl").open("a") as log:
             log.write(json.dumps({"batch_id": batch_id, "epoch": epoch, "row_ids": row_ids, "skipped": None}) + "\n")
         self.version += 1
@@ -87,10 +89,10 @@ class Trainer:
 class Life:
     """One life of a driver over this directory: training, and what it calls. `at` hears of each step before it is done."""
 
-    def __init__(self, directory: Path, store: Path, at: Callable[[str], None], every: int = 2) -> None:
+    def __init__(self, directory: Path, store: Path, at: Callable[[str], None], every: int = 2, small_bytes: int = 0) -> None:
         settings = [f"run_dir={directory}", f"batch.samples={SAMPLES}", f"rollout.n={N}", f"stop.batches={BATCHES}"]
         config = load_config(ROOT / "examples/sort_digits/config.yaml", [*settings, f"checkpoint.every={every}", "trainer.critic={}"])
-        self.directory = directory
+        self.directory, self._small_bytes = directory, small_bytes
         self.db = LedgerDB(directory / "ledger.sqlite")
         self.ledger = self.db.load()
         self.store = EmbeddedStore(store, 1 << 22)
@@ -133,8 +135,9 @@ class Life:
             self.core.apply(register(self.ledger, bound=BATCHES, n=N))
             for index in range(N):
                 name = traj_uid_of(uid, index)
-                refs = [self.store.put(f"run/{name}/{hop}", {"a": np.zeros(4, np.int32)}).to_wire() for hop in ("rollout", "reward")]
-                leaf = Leaf(f"{name}a0000l0000", *refs, 12, 5, float(index), None)
+                columns = {"a": np.zeros(4, np.int32)}
+                rollout, reward = (put_small(self.store, f"run/{name}/{hop}", columns, self._small_bytes) for hop in ("rollout", "reward"))
+                leaf = Leaf(f"{name}a0000l0000", rollout.to_wire(), reward.to_wire(), 12, 5, float(index), None)
                 self.core.apply(TrajectoryReady(traj_uid=name, leaves=(leaf,), reward=float(index), finish_reason="stop", time=1.0))
 
     async def to_the_end(self) -> None:
@@ -172,9 +175,27 @@ async def test_A2_W1_each_step_finds_on_the_disk_what_the_one_before_it_promised
     assert life.archived == list(range(SAMPLES * BATCHES)) and life.store.stats().used_bytes == 0
 
 
-@pytest.mark.parametrize("step", STEPS)
+async def test_B1_the_plan_on_the_disk_names_the_rows_that_ride_along_and_the_one_that_is_sent_holds_them(tmp_path):
+    plans: list[bytes] = []
+    life = Life(tmp_path / "run", tmp_path / "store", lambda now: None, small_bytes=4096)
+    life.register_all()
+    assert life.store.keys() == []
+    train = life.trainer.train
+
+    async def sent(batch_id: int, *facts: Any, **more: Any) -> Any:
+        plans.append(on_disk(tmp_path / "run")["batches"][batch_id][1])
+        return await train(batch_id, *facts, **more)
+
+    life.trainer.train = sent  # type: ignore[method-assign]
+    await life.to_the_end()
+    life.db.close()
+    rows = [row for plan in plans for mini in json.loads(plan) for rank in mini["ranks"] for micro in rank for row in micro]
+    assert len(rows) == SAMPLES * BATCHES * N and all(row["rollout"]["inline"] is None and row["rollout"]["key"] for row in rows)
+
+
+@pytest.mark.parametrize(("step", "small_bytes"), [*((step, 0) for step in STEPS), *((step, 4096) for step in STEPS if "free" not in step)])
 @pytest.mark.parametrize("count", [1, 2])
-async def test_A1_A2_W1_a_crash_at_any_step_ends_as_if_there_had_been_none(tmp_path, step, count):
+async def test_A1_A2_W1_a_crash_at_any_step_ends_as_if_there_had_been_none(tmp_path, step, count, small_bytes):
     """The disk is kept as it is at that moment: what was not committed is gone. Shared memory survives."""
     left = count
 
@@ -190,7 +211,7 @@ async def test_A1_A2_W1_a_crash_at_any_step_ends_as_if_there_had_been_none(tmp_p
                 shutil.copytree(tmp_path / "run" / "checkpoints", tmp_path / "after" / "checkpoints")
             raise Crash
 
-    first = Life(tmp_path / "run", tmp_path / "store", crash_there)
+    first = Life(tmp_path / "run", tmp_path / "store", crash_there, small_bytes=small_bytes)
     first.register_all()
     await first.db.durable()
     with pytest.raises(Crash):

@@ -12,7 +12,7 @@ import pytest
 
 from driver.config import load_config
 from driver.core import Core
-from driver.events import BatchAssembled, Found, Leaf, TrajectoryReady
+from driver.events import BatchAssembled, Found, Leaf, SampleDiscarded, TrajectoryReady
 from driver.feed import Feed
 from driver.ledger import traj_uid_of
 from driver.ledger_db import LedgerDB
@@ -20,7 +20,7 @@ from driver.prefix_log import PrefixLog
 from driver.reconcile import CannotContinue, reconcile
 from driver.row_snapshot import RowSnapshot, wanted_keys
 from driver.training import rows_present
-from store import EmbeddedStore
+from store import EmbeddedStore, put_small
 from tests.driver.conftest import fields, register
 
 CONFIG = Path(__file__).parents[2] / "examples/sort_digits/config.yaml"
@@ -39,14 +39,15 @@ class Start:
         self.prefixes = PrefixLog(directory / "run" / "prefixes.sqlite", self.db, every_s=2.0, every_tokens=1, verified=lambda _: True)
         self.snapshot = RowSnapshot(directory / "run" / "rows.sqlite", self.core, self.store, self.config.store.snapshot_every_s)
         self.settled: list[int] = []
+        self.small_bytes = 0
 
     def reconcile(self) -> Found | None:
         return reconcile(self.core, self.store, lambda sample: self.settled.append(sample.uid), self.prefixes, self.snapshot)
 
     def ready(self, uid: int, index: int) -> None:
-        name = traj_uid_of(uid, index)
-        rollout, reward = (self.store.put(f"run/{name}/{hop}", {"x": np.arange(2000.0)}).to_wire() for hop in ("rollout", "reward"))
-        leaf = Leaf(f"{name}a0000l0000", rollout, reward, 12, 5, 1.0, True)
+        name, most_bytes = traj_uid_of(uid, index), self.small_bytes
+        refs = [put_small(self.store, f"run/{name}/{hop}", {"x": np.arange(2000.0)}, most_bytes) for hop in ("rollout", "reward")]
+        leaf = Leaf(f"{name}a0000l0000", refs[0].to_wire(), refs[1].to_wire(), 12, 5, 1.0, True)
         self.core.apply(TrajectoryReady(traj_uid=name, leaves=(leaf,), reward=1.0, finish_reason="stop", time=2.0))
 
     def three_samples(self) -> None:
@@ -132,6 +133,30 @@ async def test_A1_without_a_snapshot_all_ready_rows_are_made_again_and_consumed_
     await again.killed()
 
 
+async def test_A1_A2_rows_that_ride_in_the_ledger_survive_the_driver_and_the_host_without_a_snapshot(tmp_path, caplog):
+    start = Start(tmp_path, "store.snapshot_every_s=5")
+    start.reconcile()
+    start.small_bytes = 1 << 20
+    start.three_samples()
+    await start.snapshot.save()
+    assert start.store.keys() == [] and start.snapshot.facts() == start.snapshot.facts() | {"objects": 0, "failure": None}
+    before = [t.leaves for sample in start.ledger.samples.values() for t in sample.trajectories]
+    await start.killed()
+    start.store.remove()
+    again = Start(tmp_path)
+    with caplog.at_level(logging.INFO):
+        found = again.reconcile()
+    assert found == Found(ledger=5, resumed=1, resumed_tokens=2) and "5 in the ledger, 0 in memory" in caplog.text
+    rows = [t.leaves for sample in again.ledger.samples.values() for t in sample.trajectories]
+    assert rows == before and sum(map(len, rows)) == 5
+    assert all(rows_present(again.core, leaves) for leaves in rows) and not any(leaf.stored for (leaf,) in filter(None, rows))
+    again.core.apply(SampleDiscarded(uid=1, reason="no reason", time=4.0))
+    await again.db.durable()
+    kept = dict(again.db.query("SELECT uid, sum(length(leaves)) FROM trajectories GROUP BY uid"))
+    assert kept[1] is None and kept[0] > 2 * 16000, "they go when their trajectory ends"
+    await again.killed()
+
+
 async def test_a_snapshot_turned_off_is_still_used_once(tmp_path):
     start = Start(tmp_path, "store.snapshot_every_s=5")
     start.reconcile()
@@ -200,7 +225,8 @@ async def test_a_copy_that_fails_is_said_once_and_tried_again(tmp_path, caplog):
 
 
 def test_what_is_wanted_is_what_is_ready_or_consumed():
-    leaf = Leaf("r", {"key": "a"}, {"key": "b"}, 1, 1, 0.0)
+    at = {"size_bytes": 1, "location": "tmpfs:/nowhere"}
+    leaf = Leaf("r", {"key": "a"} | at, {"key": "b"} | at, 1, 1, 0.0)
     states = ("running", "ready", "consumed", "finished")
     trajectories = [SimpleNamespace(traj_uid=state, state=state, leaves=(leaf,)) for state in states]
     core: Any = SimpleNamespace(ledger=SimpleNamespace(samples={0: SimpleNamespace(trajectories=trajectories)}))

@@ -101,7 +101,7 @@ setattr(owner, name, stop)
 open_store(sys.argv[1]).put("k", {"a": np.full(100_000, 7)})
 """
 BEFORE_PUBLISHING = {
-    "embedded": [("store.embedded:_write_all", "before"), ("os:link", "before")],
+    "embedded": [("store.files:write_all", "before"), ("os:link", "before")],
     "mooncake": [("store.mooncake_client:Client.write", "before"), ("store.mooncake_client:Client.put_end", "before")],
 }
 PUBLISHED = {"embedded": ("os:link", "after"), "mooncake": ("store.mooncake_client:Client.put_end", "after")}

@@ -181,7 +181,7 @@ def test_B2_room_is_what_is_not_in_use_and_grows_again_when_the_last_view_of_wha
 
 def test_O3_whoever_puts_gets_in_between_while_thousands_are_freed(store: EmbeddedStore, monkeypatch: pytest.MonkeyPatch) -> None:
     refs = [store.put(f"k{number}", ROW) for number in range(3 * FREED_AT_ONCE)]
-    locked, unlinked = store._account.locked, store._unlink_if_idle
+    locked, unlinked = store._account.locked, store._let_go
     freed: list[int] = []
 
     @contextmanager
@@ -195,7 +195,7 @@ def test_O3_whoever_puts_gets_in_between_while_thousands_are_freed(store: Embedd
         return unlinked(path, balance)
 
     monkeypatch.setattr(store._account, "locked", counted)
-    monkeypatch.setattr(store, "_unlink_if_idle", counting)
+    monkeypatch.setattr(store, "_let_go", counting)
     store.free(refs)
     assert freed == [FREED_AT_ONCE] * 3, "of one lock"
     monkeypatch.undo()

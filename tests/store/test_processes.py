@@ -23,7 +23,7 @@ WRITER = """
 import os, sys, time
 from pathlib import Path
 import numpy as np
-import store.embedded
+import store.files
 from store.account import Account
 from store import EmbeddedStore
 def stop(*_):
@@ -31,7 +31,7 @@ def stop(*_):
     time.sleep(600)
 step = sys.argv[2]
 if step == "write":
-    store.embedded._write_all = stop
+    store.files.write_all = stop
 elif step == "link":
     os.link = stop
 elif step == "unlink":

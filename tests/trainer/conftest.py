@@ -87,10 +87,17 @@ class Lab:
             pytest.fail(f"{name}: {answer['error']}\n{(self._directory / 'lab.log').read_text()[-3000:]}")
         return answer
 
-    def layout(self, spec: TrainerSpec, requests: list[TrainRequest], resume: Path | None = None, save: Path | None = None) -> Outcome:
+    def layout(
+        self,
+        spec: TrainerSpec,
+        requests: list[TrainRequest],
+        resume: Path | None = None,
+        save: Path | None = None,
+        freeing: bool = False,
+    ) -> Outcome:
         """What the product does, on the spec's ranks. With `resume` also resumed/SLOT/TENSOR, with `save` saved/SLOT/TENSOR."""
         places = {"resume": resume and str(resume), "save": save and str(save)}
-        return self._compute("layout", spec=_json(spec), requests=[_json(request) for request in requests], **places)
+        return self._compute("layout", spec=_json(spec), requests=[_json(request) for request in requests], freeing=freeing, **places)
 
     def reference(self, spec: TrainerSpec, requests: list[TrainRequest]) -> Outcome:
         """What plain transformers and torch do."""

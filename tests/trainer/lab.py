@@ -34,6 +34,7 @@ from transformers import (  # noqa: E402
     Qwen3MoeForCausalLM,
 )
 
+from store import open_store  # noqa: E402
 from tests.trainer.plain import reference  # noqa: E402
 from trainer import device  # noqa: E402
 
@@ -106,9 +107,15 @@ def make_models(directory: str) -> dict[str, str]:
 
 
 def layout(
-    spec: dict[str, Any], requests: list[dict[str, Any]], out: str, resume: str | None = None, save: str | None = None
+    spec: dict[str, Any],
+    requests: list[dict[str, Any]],
+    out: str,
+    resume: str | None = None,
+    save: str | None = None,
+    freeing: bool = False,
 ) -> dict[str, Any]:
-    """The product's steps, on as many forked ranks as the spec has; from a checkpoint, into a directory of checkpoints."""
+    """The product's steps, on as many forked ranks as the spec has; from a checkpoint, into a directory of checkpoints. With `freeing` all
+    rows are freed just before the first rank's optimizer steps, and `seen` says what the store then holds, and what it holds behind it."""
     facts = TrainerSpec.model_validate(spec)
     with socket.create_server(("127.0.0.1", 0)) as rendezvous:
         port = rendezvous.getsockname()[1]
@@ -116,7 +123,7 @@ def layout(
     children = []
     for number in range(facts.world_size):
         names = {"RANK": number, "WORLD_SIZE": facts.world_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        children.append(_fork(lambda names=names: _layout_rank(facts, names, requests, out, result, resume, save)))  # type: ignore[misc]
+        children.append(_fork(lambda names=names: _layout_rank(facts, names, requests, out, result, resume, save, freeing)))  # type: ignore[misc]
     _await_ranks(children)
     answer: dict[str, Any] = json.loads(result.read_text())
     return answer
@@ -150,6 +157,7 @@ def _layout_rank(
     result: Path,
     resume: str | None,
     save: str | None,
+    freeing: bool,
 ) -> None:
     os.environ.update({name: str(value) for name, value in names.items()})
     torch.set_num_threads(1)
@@ -164,12 +172,16 @@ def _layout_rank(
         arrays |= {f"log_probs/{row_id}": np.array(values) for row_id, values in stepper.log_probs(list(rows.values())).items()}
     reports = []
     seen = _watch(model)
+    if freeing and group.rank == 0:
+        _free_in_the_step(model, facts.store_location, requests, seen)
     for step, request in enumerate(requests):
         reports.append(stepper.train(TrainRequest(**request)).model_dump())
         if not facts.distributed_optimizer:  # there a rank has the sum of its part of the gradients only
             for prefix, part in parts.items():
                 gradients = export.hf_tensors(part, lambda parameter: parameter.main_grad)  # type: ignore[attr-defined]
                 arrays |= {f"gradients/{step}/{prefix}{name}": tensor.cpu().numpy().copy() for name, tensor in gradients}
+    if freeing:
+        seen["bytes_after"] = open_store(facts.store_location).stats().used_bytes
     exported = [
         (prefix + name, tensor.float().cpu().numpy().copy()) for prefix, part in parts.items() for name, tensor in export.hf_tensors(part)
     ]
@@ -184,6 +196,20 @@ def _layout_rank(
         seen |= {"state": sum(kept), "parameters": sum(parameter.numel() for parameter in model.chunk.parameters())}
         result.write_text(json.dumps({"reports": reports, "seen": seen}))
     group.agree()
+
+
+def _free_in_the_step(model: Model, location: str, requests: list[dict[str, Any]], seen: dict[str, int]) -> None:
+    store, step = open_store(location), model.optimizer.step
+
+    def freed_first() -> Any:
+        if "bytes_in_step" not in seen:
+            rows = [row for request in requests for mini in TrainRequest(**request).mini_batches for row in mini.rows()]
+            store.free([row.rollout.ref() for row in rows])
+            assert not store.keys(), "all rows are those of the requests"
+            seen["bytes_in_step"] = store.stats().used_bytes
+        return step()
+
+    model.optimizer.step = freed_first
 
 
 def _watch(model: Model) -> dict[str, int]:
