@@ -21,6 +21,7 @@ import csv
 import itertools
 import json
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -235,7 +236,7 @@ def show(cases: Sequence[dict[str, Any]], beside: bool) -> None:
             *(mean(both, lambda case, key=key: case[key], ".4f") for key in ("even_waited", "verl_even_waited")),
             *(str(sum(case.get(key, 0) for case in here)) for key in ("micro_batches", "verl_micro_batches", "fewest")),
         )
-    Console().print(table)
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
 
 
 def main() -> int:
