@@ -20,6 +20,7 @@ import pytest
 
 from store import EmbeddedStore, MooncakeStore, Store, StoreStats, Unavailable, default_root, mooncake_location
 from store.mooncake_client import installed
+from store.mooncake_segment import DIRECTORY
 
 REPOSITORY = Path(__file__).parents[2]
 CAPACITY_BYTES = 64 << 20
@@ -195,3 +196,5 @@ def backend(request: pytest.FixtureRequest, root: Path) -> Iterator[Backend]:
         store.remove()
     else:  # what was read is leased: it goes while other tests run
         store.free([store.ref(key) for key in list(store.keys())])
+        for claim in DIRECTORY.glob(f"{root.name}-*.owner"):
+            claim.unlink()
