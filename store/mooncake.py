@@ -90,6 +90,7 @@ class MooncakeStore:
         self._mapped = Mapped(self._address.master)
         self._frees = Frees(self._client.remove)
         self._parts: dict[str, str] = {}
+        self._kept: set[str] = set()  # keys of puts that could not be taken back: the client keeps their sessions
         self._claim: int | None = None
 
     @property
@@ -127,13 +128,20 @@ class MooncakeStore:
         """Raises Exists, Full, Unavailable. Waits for a put of this key by a process that may have died, and for frees of ours."""
         give_up = time.monotonic() + PUT_DISCARD_S + LEASE_S
         while True:
-            code = self._client.put_start(name, size_bytes, self._mapped.preferred())
+            if name in self._frees:  # kept over the loss of a master: it would take the new object away
+                self._frees.drain()
+            code = self._client.put_start(name, size_bytes, self._mapped.preferred()) if name not in self._frees else codes.EXISTS
             if code == 0:
                 return
             if code == codes.FULL:
                 if not self._frees:
                     raise self._full(key, size_bytes)
+            elif code == codes.IN_SESSION:
+                if name in self._kept:
+                    self._take_back(name)
             elif code != codes.EXISTS:
+                if code in codes.MASTER_LOST:
+                    self._kept.add(name)
                 raise Unavailable(f"{key!r} cannot be put (Mooncake's code {code}); is the store's master running?")
             elif name not in self._frees and self._client.size(name) >= 0:
                 raise Exists(f"{key!r} is in the store already; objects are written once")
@@ -145,21 +153,29 @@ class MooncakeStore:
             self._frees.drain()
 
     def _write(self, name: str, pieces: list[tuple[int, np.ndarray]], size_bytes: int) -> int:
-        """0, or the code of what failed; the put is then taken back."""
-        code = 0
-        with self._client.staging() as buffer:
-            for start in range(0, size_bytes, buffer.size):
-                part = buffer[: min(buffer.size, size_bytes - start)]
-                _fill(part, start, pieces)
-                code = self._client.write(name, part, start)
-                if code != part.size:
-                    break
-            else:
-                code = self._client.put_end(name)
-        if code != 0:
-            with contextlib.suppress(StoreError):  # then the master gives it up
-                self._client.put_revoke(name)
-        return code
+        """0, or the code of what failed; the put is then taken back, as it is when this raises."""
+        code = -1
+        try:
+            with self._client.staging() as buffer:
+                for start in range(0, size_bytes, buffer.size):
+                    part = buffer[: min(buffer.size, size_bytes - start)]
+                    _fill(part, start, pieces)
+                    code = self._client.write(name, part, start)
+                    if code != part.size:
+                        break
+                else:
+                    code = self._client.put_end(name)
+            return code
+        finally:
+            if code != 0:
+                self._take_back(name)
+
+    def _take_back(self, name: str) -> None:
+        """The master gives up what it was not told of; but the client would refuse the key for ever, so the next put of it tries again."""
+        self._kept.add(name)
+        with contextlib.suppress(StoreError):
+            if self._client.put_revoke(name) not in codes.MASTER_LOST:
+                self._kept.discard(name)
 
     # Reading
 

@@ -32,6 +32,7 @@ BUFFERS = 2
 CONNECT_S = 1.0
 
 # Return codes of mooncake-store/include/types.h
+IN_SESSION = -600  # to a put's start: this client has begun a put of that key already
 FULL, BEING_WRITTEN, NOT_FOUND, EXISTS, LEASED, LEASE_EXPIRED, BUSY, TRANSFER_FAILED = -200, -703, -704, -705, -706, -707, -714, -800
 MASTER_LOST = (-900, -901)
 

@@ -54,7 +54,7 @@ def test_too_little_shared_memory_counts_the_copy_that_a_push_makes(monkeypatch,
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\necho 0.5.23\n")
     python.chmod(0o755)
-    settings = [f"store.capacity_bytes={64 << 20}"]
+    settings = [f"store.capacity_bytes={64 << 20}", f"store.directory=/dev/shm/headrace-test-doctor-{os.getpid()}"]
     monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=(64 << 20) // 4096, f_frsize=4096))
     assert missing(found(*settings)) == []
     real = found(*settings, "rollout.engine=sglang", f"rollout.sglang.python={python}")

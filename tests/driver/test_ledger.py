@@ -285,6 +285,7 @@ class AnyRun(RuleBasedStateMachine):
         assert feasible(ledger.live_by_deadline, ledger.next_batch, P)
 
 
+@pytest.mark.timeout(600)  # half a minute alone; a crowded machine takes many times that
 def test_A1_A2_A4_W1_V6_hold_over_any_sequence_of_events_kills_and_restarts() -> None:
     run_state_machine_as_test(AnyRun, settings=settings(max_examples=150, stateful_step_count=50, deadline=None))
 

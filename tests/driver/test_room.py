@@ -76,7 +76,7 @@ async def test_B2_registration_reserves_the_worst_case_and_what_lands_shorter_gi
     assert samples == (1 << 20) // lab.config.sample_bytes and why(lab)[0] == "store" and "store binds" in why(lab)[1]
     await land(lab, first[: samples // 2 * 2], *SHORT)
     more = registered(lab)
-    assert 0 < len(more) < samples and why(lab)[0] == "store", "the room of those that landed, less what they take"
+    assert 0 < len(more) <= samples // 2 * 2 and why(lab)[0] == "store", "the room of those that landed, less what they take"
     await land(lab, [*first[samples // 2 * 2 :], *more], *WORST)
     assert not lab.dispatch._full and lab.store.stats().used_bytes <= 1 << 20, "no put of a registered sample met Full"
     assert registered(lab) == [] and why(lab)[0] == "store"

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from driver.store_gate import StoreGate, moved
-from store import EmbeddedStore, Ref, Unavailable
+from store import INLINE, EmbeddedStore, Ref, Unavailable
 
 COLUMNS = {"x": np.zeros(3)}
 
@@ -151,5 +151,5 @@ def test_embedded_every_call_is_made_at_once(store):
 def test_a_reference_is_moved_to_where_the_store_is_now_unless_the_object_rides_in_it():
     ref = Ref("k", 8, "tmpfs:/a").to_wire()
     assert moved(ref, "mooncake:h:1/r?http=2")["location"] == "mooncake:h:1/r?http=2" and ref["location"] == "tmpfs:/a"
-    small = {**ref, "inline": "AAAA"}
+    small = {**ref, "location": INLINE, "inline": "AAAA"}
     assert moved(small, "tmpfs:/b") is small

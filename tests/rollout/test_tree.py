@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from rollout.tree import Trajectory, row_columns
 from rollout.version import Version, parse_version
+from store.rows import packed
 from store.schema import validate
 
 
@@ -82,7 +83,7 @@ def test_V5_each_sampled_token_keeps_the_version_that_made_it(trajectory):
 def test_rows_are_what_the_store_calls_a_rollout_hop(trajectory, temperature):
     for leaf in trajectory.leaves():
         row = row_columns(leaf, temperature)
-        validate("rollout", row)
+        validate("rollout", packed([row]))
         assert row["input_ids"].tolist() == leaf.token_ids
 
 

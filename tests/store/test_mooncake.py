@@ -265,6 +265,28 @@ def test_L2_a_master_that_is_lost_takes_every_object_along_and_the_next_begins_e
     store.remove()
 
 
+def test_L2_a_key_whose_put_the_loss_of_the_master_cut_short_is_put_again_under_the_next(
+    mooncake_host: MooncakeHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trainer's key of weights is the same at the second try; it was refused for as long as the trainer lived."""
+    owner = mooncake_host.start(32 * MB, master=True)
+    store = MooncakeStore(mooncake_host.location("run"))
+    write = Client.write
+
+    def lose_the_master(self: Client, key: str, data: np.ndarray, offset: int) -> int:
+        mooncake_host.master().kill()
+        assert owner.wait(20) == MASTER_LOST
+        return write(self, key, data, offset)
+
+    monkeypatch.setattr(Client, "write", lose_the_master)
+    with pytest.raises(Unavailable):
+        store.put("k", {"a": np.arange(10)})
+    monkeypatch.undo()
+    mooncake_host.start(32 * MB, master=True)
+    assert store.open(store.put("k", {"a": np.arange(10)}))["a"].sum() == 45
+    store.remove()
+
+
 def test_L2_a_process_that_gave_memory_and_is_killed_takes_its_objects_and_no_others(mooncake_host: MooncakeHost) -> None:
     mooncake_host.start(0, master=True)
     lost, stays = mooncake_host.start(32 * MB), mooncake_host.start(32 * MB)
