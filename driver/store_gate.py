@@ -41,6 +41,8 @@ class StoreGate:
         self._stats_at: float | None = None
         self._room_at: float | None = None
         self._room_bytes = capacity_bytes
+        self._put_bytes = 0  # in all
+        self._counted_bytes = 0  # of these, before the last look at how full it is
         self._counting: Future[None] | None = None
         self._unfreed: list[Ref] = []
 
@@ -91,6 +93,7 @@ class StoreGate:
                 self.doubt(str(error))
                 await asyncio.sleep(AGAIN_S)
                 continue
+            self._put_bytes += ref.size_bytes
             self.free(Ref(before, 0, self.store.location) for before in tried)
             return ref
 
@@ -164,17 +167,20 @@ class StoreGate:
         return self._stats
 
     def room_bytes(self) -> int:
-        """What is not in use, as of a moment ago. Does not wait, and counts no objects: it is asked for each new sample."""
+        """What is not in use, as of a moment ago, less what was put since. Does not wait, and counts no objects: it is asked for each new
+        sample."""
+        now = time.monotonic()
         if self.elsewhere:
             stats = self.stats()
-            return stats.capacity_bytes - stats.used_bytes
-        now = time.monotonic()
-        if self._room_at is None or now - self._room_at > STATS_S:
-            self._room_at, self._room_bytes = now, self.store.room_bytes()
-        return self._room_bytes
+            self._room_bytes = stats.capacity_bytes - stats.used_bytes
+        elif self._room_at is None or now - self._room_at > STATS_S:
+            self._room_at, self._room_bytes, self._counted_bytes = now, self.store.room_bytes(), self._put_bytes
+        return self._room_bytes - (self._put_bytes - self._counted_bytes)
 
     def _count(self) -> None:
+        before = self._put_bytes
         self._stats = self.store.stats()
+        self._counted_bytes = before
 
     # ---- the end -------------------------------------------------------------------------------------------------------------
 
