@@ -128,9 +128,8 @@ class MooncakeStore:
         """Raises Exists, Full, Unavailable. Waits for a put of this key by a process that may have died, and for frees of ours."""
         give_up = time.monotonic() + PUT_DISCARD_S + LEASE_S
         while True:
-            if name in self._frees:  # kept over the loss of a master: it would take the new object away
-                self._frees.drain()
-            code = self._client.put_start(name, size_bytes, self._mapped.preferred()) if name not in self._frees else codes.EXISTS
+            # A free of it that was kept over the loss of a master would take the new object away.
+            code = codes.EXISTS if name in self._frees else self._client.put_start(name, size_bytes, self._mapped.preferred())
             if code == 0:
                 return
             if code == codes.FULL:
