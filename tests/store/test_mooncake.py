@@ -260,6 +260,7 @@ def test_L2_a_master_that_is_lost_takes_every_object_along_and_the_next_begins_e
     with pytest.raises(Gone):
         store.open(ref)
     assert store.keys() == []
+    store._frees._pending.setdefault(store._name_of("k"), None)  # it may have been tried again by now
     again = store.put("k", {"a": np.arange(10)})
     assert store.open(again)["a"].sum() == 45 and view.sum() == 499500
     store.remove()
