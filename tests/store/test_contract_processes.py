@@ -158,6 +158,7 @@ from store import Full, open_store
 store, turn, refs = open_store(sys.argv[1]), 0, []
 while not os.path.exists(sys.argv[3]):
     turn += 1
+    time.sleep(0.02)  # so that what the reader has listed is not all gone when it opens it
     try:
         refs.append(store.put(f"{sys.argv[2]}/{turn}", {"a": np.full(300_000, turn)}))
     except Full:
