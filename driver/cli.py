@@ -95,11 +95,9 @@ def import_service() -> ModuleType:
 def _detach(config: Path, overrides: list[str], directory: Path, exit_when_done: bool) -> None:
     directory.joinpath("logs").mkdir(parents=True, exist_ok=True)
     before = directory / "service.json"
-    if before.exists():
-        facts = json.loads(before.read_text())
-        if _alive(facts["pid"]):
-            fail(f"run {facts['run_id']} is up already at {facts['url']} (process {facts['pid']}); end it first: headrace down")
-        before.unlink()  # of a service that died
+    if (running := _serving(before)) is not None:
+        fail(f"run {running['run_id']} is up already at {running['url']} (process {running['pid']}); end it first: headrace down")
+    before.unlink(missing_ok=True)  # of a service that died
     argv = [sys.executable, "-P", "-m", "driver.cli", "up", str(config), "--quiet", *(a for o in overrides for a in ("--set", o))]
     if exit_when_done:
         argv.append("--exit-when-done")
@@ -117,6 +115,18 @@ def _detach(config: Path, overrides: list[str], directory: Path, exit_when_done:
             fail(text.removeprefix("error ").replace("\n", " ") or f"the service ended with status {child.returncode}")
         time.sleep(0.05)
     fail(f"the service did not answer within 30 s; see {directory}/logs")
+
+
+def _serving(path: Path) -> dict[str, Any] | None:
+    """What a service wrote there that still runs; None when it died, also when its process number is another's since."""
+    import psutil
+
+    try:
+        facts: dict[str, Any] = json.loads(path.read_text())
+        began_s = psutil.Process(facts["pid"]).create_time()
+        return facts if began_s <= path.stat().st_mtime + 1.0 and _alive(facts["pid"]) else None
+    except (FileNotFoundError, ValueError, psutil.NoSuchProcess):  # ValueError: cut short by what ended the service
+        return None
 
 
 def _say_if_over(facts: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from driver import commands_engines
-from driver.cli import app
+from driver.cli import _serving, app
 from driver.terminal import Service
 
 ROOT = Path(__file__).parents[2]
@@ -177,3 +177,14 @@ def test_an_engine_is_started_by_hand_with_the_flags_that_a_run_gives_its_own(mo
     assert ("SGLANG_USE_CPU_ENGINE" in environment) == bool(flags)
     done = run("engine", "--model-path", "/nowhere")
     assert done.exit_code == 2 and "no Hugging Face checkpoint directory" in done.output + getattr(done, "stderr", "")
+
+
+def test_up_in_the_background_goes_on_over_what_a_dead_service_left(tmp_path):
+    path = tmp_path / "service.json"
+    assert _serving(path) is None
+    path.write_text('{"pid": 1, "ur')
+    assert _serving(path) is None, "cut short"
+    path.write_text(json.dumps({"pid": os.getpid(), "url": "", "run_id": "r"}))
+    assert _serving(path) is not None
+    os.utime(path, (1.0, 1.0))
+    assert _serving(path) is None, "its process number is another's since"
