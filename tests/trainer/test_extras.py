@@ -79,7 +79,7 @@ class Rollout:
 async def rollout(models: dict[str, str], store: EmbeddedStore, tmp_path: Path) -> AsyncIterator[Rollout]:
     flags = ("--enable-return-routed-experts", "--skip-tokenizer-init", "--max-running-requests", "4", "--context-length", "128")
     engine = launch(Path(models["qwen3_moe"]), tmp_path / "engine.log", *flags)
-    config = load_config(ROOT / "examples/sort_digits/config.yaml", ["rollout.sampling.temperature=0.9"])
+    config = load_config(ROOT / "examples/sort_digits/config.yaml", ["rollout.sampling.temperature=0.9", "store.inline_bytes=0"])
     config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"routing_replay": True})})
     db = LedgerDB(tmp_path / "ledger.sqlite")
     ledger = Ledger()
