@@ -82,9 +82,8 @@ def create_app(fleet: Runs, *, token: str | None, loopback: bool, shutdown: Call
         if token is not None and not open_path:
             given = request.headers.get("authorization", "")
             if not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
-                return _error(
-                    401, "send the service's token: curl as Authorization: Bearer TOKEN, the command line takes it from HEADRACE_TOKEN"
-                )
+                how = "curl as Authorization: Bearer TOKEN, the command line takes it from HEADRACE_TOKEN"
+                return _error(401, f"{'the token sent is not the one; ' * bool(given)}send the service's token: {how}")
         if not _same_site(request.headers.get("origin"), request.headers.get("host")):
             return _error(403, "a page of another site may not use this service")  # a browser on this machine reaches loopback too
         return await call_next(request)

@@ -52,6 +52,8 @@ class Service:
     def call(self, method: str, path: str, **more: Any) -> Any:
         try:
             reply = self._http.request(method, path, **more)
+        except (httpx.UnsupportedProtocol, httpx.InvalidURL):
+            fail(f"{self.url!r} is no address of a service; write it like http://HOST:PORT")
         except httpx.TransportError as error:
             fail(f"no answer from {self.url} ({type(error).__name__}); is the service up? headrace up CONFIG.yaml")
         if reply.headers.get("content-type", "").startswith("text/html"):

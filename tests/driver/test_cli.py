@@ -188,3 +188,9 @@ def test_up_in_the_background_goes_on_over_what_a_dead_service_left(tmp_path):
     assert _serving(path) is not None
     os.utime(path, (1.0, 1.0))
     assert _serving(path) is None, "its process number is another's since"
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:8791", "notaurl", "ftp://host:1"])
+def test_what_is_no_address_is_said_to_be_none_with_the_form_it_should_have(url):
+    done = run("status", "--url", url)
+    assert done.exit_code != 0 and "write it like http://HOST:PORT" in " ".join(done.output.split())
