@@ -40,7 +40,8 @@ def _json(message: BaseModel) -> dict[str, Any]:
 
 @dataclass
 class Outcome:
-    """Reports of each step; arrays named log_probs/ROW, gradients/STEP/TENSOR, weights/TENSOR; what rank 0 computed and keeps."""
+    """Reports of each step; arrays named log_probs/ROW, gradients/STEP/TENSOR, weights/TENSOR, routes/ROW as rank 0 read them; what rank 0
+    computed and keeps."""
 
     reports: list[dict[str, Any]]
     arrays: dict[str, np.ndarray]

@@ -40,14 +40,16 @@ from trainer import device  # noqa: E402
 
 device.install(torch.device(sys.argv[1]))  # before megatron comes in
 
-from trainer import export, main, models, rank, saving, state  # noqa: E402
+from trainer import export, main, models, rank, saving, state, step  # noqa: E402
 from trainer.checkpoints import POLICY  # noqa: E402
 from trainer.group import Group  # noqa: E402
 from trainer.layers import PackedAttention, TransformerLayer  # noqa: E402
 from trainer.model import Model  # noqa: E402
+from trainer.routes import Routing  # noqa: E402
+from trainer.rows import Row  # noqa: E402
 from trainer.spec import TrainerSpec  # noqa: E402
 from trainer.step import Stepper  # noqa: E402
-from trainer.wire import TrainRequest  # noqa: E402
+from trainer.wire import PlanRow, TrainRequest  # noqa: E402
 
 assert rank.REQUESTS
 LAYOUT_S = 90.0
@@ -167,6 +169,7 @@ def _layout_rank(
     stepper = Stepper(facts, group, model, models.policy_loss(facts, group), lambda: None)
     parts = {"" if name == POLICY else f"{name}.": part for name, part in models.parts(model).items()}
     arrays = _kept(facts, parts, "resumed") if resume else {}
+    _note_routes(arrays)
     if requests:
         rows = {row.row_id: row for mini in TrainRequest(**requests[0]).mini_batches for row in mini.rows()}
         arrays |= {f"log_probs/{row_id}": np.array(values) for row_id, values in stepper.log_probs(list(rows.values())).items()}
@@ -174,12 +177,12 @@ def _layout_rank(
     seen = _watch(model)
     if freeing and group.rank == 0:
         _free_in_the_step(model, facts.store_location, requests, seen)
-    for step, request in enumerate(requests):
+    for number, request in enumerate(requests):
         reports.append(stepper.train(TrainRequest(**request)).model_dump())
         if not facts.distributed_optimizer:  # there a rank has the sum of its part of the gradients only
             for prefix, part in parts.items():
                 gradients = export.hf_tensors(part, lambda parameter: parameter.main_grad)  # type: ignore[attr-defined]
-                arrays |= {f"gradients/{step}/{prefix}{name}": tensor.cpu().numpy().copy() for name, tensor in gradients}
+                arrays |= {f"gradients/{number}/{prefix}{name}": tensor.cpu().numpy().copy() for name, tensor in gradients}
     if freeing:
         seen["bytes_after"] = open_store(facts.store_location).stats().used_bytes
     exported = [
@@ -196,6 +199,19 @@ def _layout_rank(
         seen |= {"state": sum(kept), "parameters": sum(parameter.numel() for parameter in model.chunk.parameters())}
         result.write_text(json.dumps({"reports": reports, "seen": seen}))
     group.agree()
+
+
+def _note_routes(arrays: dict[str, np.ndarray]) -> None:
+    """Of each row that this rank opens, as it read them."""
+    open_row = step.open_row
+
+    def noting(planned: PlanRow, vocab_size: int, routing: Routing | None = None) -> Row:
+        row = open_row(planned, vocab_size, routing)
+        if row.routes is not None:
+            arrays[f"routes/{planned.row_id}"] = row.routes.copy()
+        return row
+
+    step.open_row = noting
 
 
 def _free_in_the_step(model: Model, location: str, requests: list[dict[str, Any]], seen: dict[str, int]) -> None:

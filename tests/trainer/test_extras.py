@@ -1,8 +1,9 @@
-"""The experts that the engine chose, from its side through the store to the trainer, which sends the same tokens to them again."""
+"""The experts that the engine chose, from its side through either store to the trainer, which sends the same tokens to them again."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,17 +28,39 @@ from rollout.pool import EnginePool
 from rollout.tokens import TokenizerView
 from rollout.tree import Trajectory as Tree
 from rollout.version import Version
-from store import EmbeddedStore, Ref
+from store import EmbeddedStore, MooncakeStore, Ref, Store, default_root
 from store.rows import row_of
 from store.schema import validate
 from tests.driver.conftest import register
 from tests.rollout.engine.conftest import end, launch
+from tests.rollout.engine.test_experts import routed_by
+from tests.store.conftest import MooncakeHost, why_no_mooncake
 from tests.trainer.steps import dealt
 from trainer.wire import PlanRow, WireRef
 
 ROOT = Path(__file__).parents[2]
 ROW = DataRow(0, "sort 1 =", None, "1", "sort", {})
 MOST_BYTES = 1024
+
+
+@pytest.fixture(scope="module", params=["embedded", "mooncake"])
+def store(request: pytest.FixtureRequest) -> Iterator[Store]:
+    """In place of the one that the trainer's other tests share."""
+    if request.param == "embedded":
+        made: Store = EmbeddedStore(default_root(f"test-{uuid.uuid4().hex[:12]}"), 64 << 20)
+        yield made
+        made.remove()
+        return
+    if reason := why_no_mooncake():
+        pytest.skip(reason)
+    host = MooncakeHost()
+    try:
+        host.start(64 << 20, master=True)
+        made = MooncakeStore(host.location("extras"))
+        yield made
+        made.remove()
+    finally:
+        host.stop()
 
 
 class Rollout:
@@ -76,7 +99,7 @@ class Rollout:
 
 
 @pytest.fixture
-async def rollout(models: dict[str, str], store: EmbeddedStore, tmp_path: Path) -> AsyncIterator[Rollout]:
+async def rollout(models: dict[str, str], store: Store, tmp_path: Path) -> AsyncIterator[Rollout]:
     flags = ("--enable-return-routed-experts", "--skip-tokenizer-init", "--max-running-requests", "4", "--context-length", "128")
     engine = launch(Path(models["qwen3_moe"]), tmp_path / "engine.log", *flags)
     config = load_config(ROOT / "examples/sort_digits/config.yaml", ["rollout.sampling.temperature=0.9", "store.inline_bytes=0"])
@@ -120,7 +143,7 @@ def planned(leaf: Leaf, advantage: float) -> PlanRow:
 
 
 async def test_B1_the_engines_choice_of_experts_is_the_trainers_and_the_driver_sees_keys_only(
-    rollout: Rollout, lab: Any, make_spec: Any, plan: Any, store: EmbeddedStore
+    rollout: Rollout, lab: Any, make_spec: Any, plan: Any, store: Store, models: dict[str, str]
 ) -> None:
     """Two leaves: one of two turns, whose second answer speaks of the first one's tokens too, and one of a history that was rewritten."""
     before = set(store.keys())
@@ -137,11 +160,14 @@ async def test_B1_the_engines_choice_of_experts_is_the_trainers_and_the_driver_s
     with store.open(Ref.from_wire(leaves[0].rollout)) as lease:
         validate("rollout", lease)
         rows = [row_of(lease, leaf.row) for leaf in leaves]
-    for leaf in leaves:
+    routed, routes = routed_by(Path(models["qwen3_moe"])), []
+    for leaf, row in zip(leaves, rows, strict=True):
         assert leaf.extras is not None
         with store.open(Ref.from_wire(leaf.extras)) as lease:
             validate("extras", lease)
             assert lease["routed_experts"].shape == (leaf.length - 1, 2, 2) and lease["routed_experts"].dtype == np.uint8
+            routes.append(lease["routed_experts"])
+        assert np.array_equal(np.sort(routes[-1], axis=-1), routed(row["input_ids"].tolist())), "as transformers sends them"
     first_row = planned(leaves[0], 1.0)
     said = orjson.dumps(leaves[0].extras) + b',"shape":[12345,48,8]'  # in the answer
     plan_bytes, without = (len(row.model_dump_json()) for row in (first_row, first_row.model_copy(update={"extras": None})))
@@ -152,7 +178,9 @@ async def test_B1_the_engines_choice_of_experts_is_the_trainers_and_the_driver_s
     request = plan(0, [dealt([planned(leaf, 1.0 - 2 * leaf.row) for leaf in leaves], 1, 2)])
     outcome = lab.layout(spec, [request])
     assert (outcome.reports[0]["replayed_rows"], outcome.reports[0]["unreplayed_rows"]) == (2, 0)
-    for leaf, row in zip(leaves, rows, strict=True):
+    for leaf, row, sampled in zip(leaves, rows, routes, strict=True):
+        read = outcome.arrays[f"routes/{leaf.row_id}"]
+        assert read.dtype == sampled.dtype and np.array_equal(read, sampled), "bit for bit, on the rank"
         trained = row["response_mask"] == 1
         ours = outcome.arrays[f"log_probs/{leaf.row_id}"][trained]
         assert np.abs(ours - row["rollout_log_probs"][trained]).max() < 1e-4
@@ -160,7 +188,7 @@ async def test_B1_the_engines_choice_of_experts_is_the_trainers_and_the_driver_s
 
 
 async def test_A5_a_trajectory_of_two_versions_trains_without_the_engines_choice_and_leaves_nothing(
-    rollout: Rollout, lab: Any, make_spec: Any, plan: Any, store: EmbeddedStore
+    rollout: Rollout, lab: Any, make_spec: Any, plan: Any, store: Store
 ) -> None:
     before = set(store.keys())
     tree = Tree()
