@@ -35,7 +35,6 @@ from benchmarks.common import Aim, flags, median, report
 from benchmarks.scripted_trainer import ScriptedTrainer
 from driver.config import load_config
 from driver.core import Core
-from driver.dispatch import reward_columns
 from driver.events import Leaf, SampleRegistered, TrajectoryReady
 from driver.feed import Feed
 from driver.holds import Holds
@@ -45,6 +44,7 @@ from driver.training import Training
 from rollout.client import make_http
 from store import EmbeddedStore, Lease, Ref, open_ref, put_small
 from store.rows import packed, row_of
+from store.schema import reward_columns
 from trainer.server import Desk, Server, build_app, listen
 from trainer.spec import TrainerSpec
 from trainer.wire import PlanRow, WireRef

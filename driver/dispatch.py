@@ -17,8 +17,6 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from driver.batcher import admissible
 from driver.config import weights_bytes
 from driver.core import Core
@@ -44,7 +42,7 @@ from rollout.tree import row_columns
 from rollout.workflow import Task, Workflow, WorkflowFailed, single_turn
 from store import Full, Ref, Value, in_store, riding
 from store.rows import packed
-from store.schema import UNKNOWN_CORRECTNESS
+from store.schema import reward_columns
 
 log = logging.getLogger("headrace.dispatch")
 SKIPS_AT_ONCE = 100
@@ -307,6 +305,9 @@ class Dispatch:
             if trajectory.state == RUNNING:
                 self._core.apply(TrajectoryDiscarded(traj_uid=trajectory.traj_uid, reason=str(reason), time=time.time()))
                 self._on_discarded(sample, trajectory)
+        except asyncio.CancelledError as cut:
+            # Its frames hold asyncio's time-outs, these the task, and the task its error: a circle with all that the trajectory had.
+            raise cut.with_traceback(None)  # noqa: B904
         finally:
             generated()
             self.turns.forget(trajectory)
@@ -484,11 +485,3 @@ class Dispatch:
         for trajectory in ready:
             self._on_discarded(sample, trajectory)
         self._core.gate.free([ref for t in ready for leaf in t.leaves for ref in leaf.stored])
-
-
-def reward_columns(scores: Sequence[tuple[float, bool | None]]) -> dict[str, Any]:
-    """The reward hop of a trajectory's rows, from the score and correctness of each."""
-    return {
-        "score": np.array([score for score, _ in scores], np.float32),
-        "is_correct": np.array([UNKNOWN_CORRECTNESS if correct is None else correct for _, correct in scores], np.uint8),
-    }

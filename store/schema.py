@@ -133,6 +133,14 @@ def validate(hop: str, columns: Mapping[str, Value]) -> None:
         raise ValueError("routed_experts holds a negative number; leave out leading tokens whose experts are not known")
 
 
+def reward_columns(scores: Sequence[tuple[float, bool | None]]) -> dict[str, Value]:
+    """The reward hop of a trajectory's rows, from the score and correctness of each."""
+    return {
+        "score": np.array([score for score, _ in scores], np.float32),
+        "is_correct": np.array([UNKNOWN_CORRECTNESS if correct is None else correct for _, correct in scores], np.uint8),
+    }
+
+
 def padded(rows: Sequence[Mapping[str, Any]], *, max_tokens: int | None = None, extras: Sequence[str] = ()) -> dict[str, Any]:
     """The contract's field table for rows given as `store.rows.row_of` gives them, with their `score` and `is_correct`. B rows, S the
     longest, R = S − 1.

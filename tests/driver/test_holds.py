@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -60,7 +62,9 @@ class Engine:
         if number in self.slow:
             more["on_tokens"]([7, 8, 9], [-0.5] * 3, str(VERSION))
             try:
-                await asyncio.Event().wait()
+                limit = asyncio.timeout(None)  # held by this frame, as by the real client's
+                async with limit:
+                    await asyncio.Event().wait()
             except asyncio.CancelledError:
                 self.aborted += 1
                 raise
@@ -177,6 +181,20 @@ async def test_V3_a_discarded_straggler_stops_its_request_is_aborted_its_slot_fr
     assert facts["holds"]["ended_by_discards"] == (1 if lab.holds.preset.name == "deadline" else 0)
     lab.take()
     assert lab.core.ledger.counts.by_outcome == {"discarded": 1, "trained": 3} and not lab.core.ledger.samples
+
+
+async def test_W8_what_a_discarded_straggler_held_goes_with_it_and_is_no_work_for_the_collector(lab):
+    gc.collect()
+    gc.disable()
+    try:
+        await lab.start(Engine(slow={1}), rows=1)
+        await lab.until(lambda: lab.states().count("ready") == 3, "three of four are ready")
+        task = weakref.ref(lab.dispatch._tasks["s0000000000000000t0001"])
+        lab.dispatch.cut(lab.core.ledger.samples[0], "deadline: held too long: test")
+        await lab.until(lambda: lab.dispatch.in_flight == 0, "its task has ended")
+        await lab.until(lambda: task() is None, "and is gone")
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("lab", [DEADLINE], indirect=True)

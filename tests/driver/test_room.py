@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from driver.dispatch import FULL_ALARM, reward_columns
+from driver.dispatch import FULL_ALARM
 from driver.events import EvaluationBegan, Leaf, TrajectoryReady
 from driver.ledger import Trajectory
 from driver.row_bytes import SPANS
 from rollout.version import Version
 from store.rows import packed
-from store.schema import validate
+from store.schema import reward_columns, validate
 from tests.driver.feeding import Lab
 from tests.driver.test_dispatch import ScriptedEngine
 
