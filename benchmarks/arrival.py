@@ -33,6 +33,7 @@ from pydantic import BaseModel
 
 from benchmarks.common import Aim, flags, median, report
 from benchmarks.scripted_trainer import ScriptedTrainer
+from driver.balance import Terms
 from driver.config import load_config
 from driver.core import Core
 from driver.events import Leaf, SampleRegistered, TrajectoryReady
@@ -142,6 +143,7 @@ class Driver:
             on_running_again=lambda sample: None,
             replace=self._replace,
             holds=Holds(self.core, cut=lambda sample, reason: None, moving=lambda: True),
+            terms=Terms(config.trainer.dp, config.batch.micro_batch_tokens),
         )
 
     async def _archive(self, samples: list[Sample], outcome: str, reason: str | None) -> None:

@@ -27,7 +27,11 @@ import psutil
 
 RANKS = 4
 ROWS = 4096
-ROW_TYPES = {"input_ids": np.dtype(np.int32), "rollout_log_probs": np.dtype(np.float32), "response_mask": np.dtype(np.uint8)}
+ROW_TYPES: dict[str, np.dtype] = {
+    "input_ids": np.dtype(np.int32),
+    "rollout_log_probs": np.dtype(np.float32),
+    "response_mask": np.dtype(np.uint8),
+}
 Columns = dict[str, np.ndarray]
 Answer = tuple[float, float, float, int]
 """What a rank says: seconds to open, when it was ready, when it had read (both CLOCK_MONOTONIC, the same for all processes), its sum."""
@@ -90,7 +94,7 @@ class Ranks:
     """Four processes that run `work(rank, connection, facts)`."""
 
     def __init__(self, work: Callable[[int, Connection, Any], None], facts: Any, how: str = "spawn") -> None:
-        context = multiprocessing.get_context(how)
+        context: Any = multiprocessing.get_context(how)
         self.connections: list[Connection] = []
         self._processes = []
         for rank in range(RANKS):
@@ -120,13 +124,15 @@ class Way:
 
     def __init__(self, batch: Batch, directory: Path) -> None: ...
     def put(self) -> None: ...
-    def answers(self) -> list[Answer]: ...
+    def answers(self) -> list[Answer]:
+        raise NotImplementedError
+
     def clear(self) -> None: ...
     def end(self) -> None: ...
 
 
-def _memory_rank(rank: int, connection: Connection, facts: tuple[dict[str, np.ndarray], tuple[int, int]]) -> None:
-    shared, bounds = facts[0], facts[1][rank]  # type: ignore[index]
+def _memory_rank(rank: int, connection: Connection, facts: tuple[Columns, list[tuple[int, int]]]) -> None:
+    shared, bounds = facts[0], facts[1][rank]
     mine = {name: column[slice(*bounds)] for name, column in shared.items()}
     checksum(mine)
     connection.send("there")

@@ -84,7 +84,7 @@ class Watch:
 
 
 def _words(frame: FrameType) -> str:
-    calls = []
+    calls: list[str] = []
     at: FrameType | None = frame
     while at is not None and len(calls) < DEPTH:
         calls.append(f"{Path(at.f_code.co_filename).name}:{at.f_lineno} {at.f_code.co_name}")

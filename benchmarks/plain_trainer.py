@@ -56,8 +56,8 @@ class Loop:
         count = sum(int(columns["response_mask"].sum()) for rows in batches for columns, _ in rows)
         self._optimizer.zero_grad(set_to_none=True)
         total = 0.0
-        for rows in batches:
-            loss = self._loss_of(rows) / count
+        for read in batches:
+            loss = self._loss_of(read) / count
             loss.backward()
             total += float(loss.detach())
         norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._grad_clip)

@@ -24,6 +24,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -219,13 +221,15 @@ def show(cases: Sequence[dict[str, Any]], beside: bool) -> None:
         known = [found for found in map(value, here) if found is not None]
         return format(sum(known) / len(known), form) if known else ""
 
+    def above_least(key: str, case: dict[str, Any]) -> float | None:
+        return None if case.get(key) is None else case[key] / case["no_split_below"] - 1.0
+
     for name, ranks in itertools.product(SETS, sorted({case["ranks"] for case in cases})):
         here = [case for case in cases if case["set"] == name and case["ranks"] == ranks]
         if not here:
             continue
         above = [
-            mean(here, lambda case, key=key: None if case.get(key) is None else case[key] / case["no_split_below"] - 1.0, ".1e")
-            for key in ("max_over_mean", "verl_max_over_mean", "verl_equal_max_over_mean")
+            mean(here, partial(above_least, key), ".1e") for key in ("max_over_mean", "verl_max_over_mean", "verl_equal_max_over_mean")
         ]
         both = [case for case in here if not beside or case["verl_even_waited"] is not None]
         table.add_row(
@@ -233,7 +237,7 @@ def show(cases: Sequence[dict[str, Any]], beside: bool) -> None:
             str(ranks),
             str(len(here)),
             *above,
-            *(mean(both, lambda case, key=key: case[key], ".4f") for key in ("even_waited", "verl_even_waited")),
+            *(mean(both, itemgetter(key), ".4f") for key in ("even_waited", "verl_even_waited")),
             *(str(sum(case.get(key, 0) for case in here)) for key in ("micro_batches", "verl_micro_batches", "fewest")),
         )
     Console(width=None if sys.stdout.isatty() else 160).print(table)

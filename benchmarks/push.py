@@ -23,6 +23,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -228,7 +229,7 @@ class Engines:
         async def replace(slot: EngineSlot, reason: str) -> None:
             raise RuntimeError(f"{slot.engine_id}: {reason}")
 
-        makers: dict[str, Callable[[], Any]] = {name: lambda made=made: made for name, made in self._transports.items()}
+        makers: dict[str, Callable[[], Any]] = {name: partial(lambda made: made, made) for name, made in self._transports.items()}
         transports = Transports("disk" if transport == "disk" else "auto", makers)  # type: ignore[arg-type]
         pusher = Pusher(pool, deadline_s=120.0, logprob_tolerance=1e-3, replace=replace, transports=transports)
         for client in self._clients:

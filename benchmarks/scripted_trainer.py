@@ -98,8 +98,7 @@ class ScriptedTrainer:
         self._reports = {request.batch_id: report}
         return report
 
-    @staticmethod
-    def _open(rows: list[wire.PlanRow]) -> list[Lease]:
+    def _open(self, rows: list[wire.PlanRow]) -> list[Lease]:
         """Of all of them, with what the plan says of each checked."""
         try:
             leases = [open_ref(row.rollout.ref()) for row in rows]

@@ -45,8 +45,9 @@ HOWS = ("padded", "alone")
 BUDGET_TOKENS = 4096
 LEARNING_RATE = 1e-5
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": str(ROOT)}
-BIGGER = {
-    "vocab_size": 8192,
+VOCABULARY = 8192
+BIGGER: dict[str, int | float] = {
+    "vocab_size": VOCABULARY,
     "hidden_size": 256,
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
@@ -86,7 +87,7 @@ def trace_rows(count: int, shrink: int) -> list[Sampled]:
     found = []
     for length in drawn.sample(trace_lengths(), count):
         prompt = drawn.randint(16, 64)
-        found.append(([drawn.randrange(BIGGER["vocab_size"]) for _ in range(prompt + max(1, length // shrink))], prompt))
+        found.append(([drawn.randrange(VOCABULARY) for _ in range(prompt + max(1, length // shrink))], prompt))
     return found
 
 
@@ -108,7 +109,7 @@ class Rows:
 
     def _put(self, index: int, ids: list[int], prompt: int, log_probs: np.ndarray, surplus: int) -> PlanRow:
         mask = np.arange(len(ids) - 1) >= prompt - 1
-        columns = {
+        columns: dict[str, np.ndarray | np.generic] = {
             "input_ids": np.pad(np.array(ids, np.int32), (0, surplus)),
             "response_mask": np.pad(mask.astype(np.uint8), (0, surplus)),
             "rollout_log_probs": np.pad(np.where(mask, log_probs, 0.0).astype(np.float32), (0, surplus)),

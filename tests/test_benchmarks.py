@@ -12,7 +12,7 @@ import pytest
 import yaml
 from rich.console import Console
 
-from benchmarks import client, plan, policies
+from benchmarks import arrival, client, plan, policies
 from benchmarks.bound import FULL, MEAN_TOKENS, Case, Scale, facts_of, measure, modelled, tokens_of, with_lags
 from benchmarks.bound_service import WaitsAfter
 from benchmarks.driver import LEVELS, configuration
@@ -198,3 +198,8 @@ async def test_where_a_loop_stands_still_is_told(tmp_path):
         stands_still(watch)
         await asyncio.sleep(0.05)
     assert "stops above 15 ms" in told(path) and "stands_still" in told(path)
+
+
+def test_rows_of_the_arrival_benchmark_come_through_the_drivers_training_to_a_rank(tmp_path):
+    row_s, batch_s, _ = arrival.handed(tmp_path, 3, 2, 2, 24, 0)
+    assert len(row_s) == 12 and len(batch_s) == 3
