@@ -14,7 +14,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from driver.batcher import admissible
@@ -29,6 +29,7 @@ from driver.measured import BY_TRAJECTORY, Rate
 from driver.prefix_log import PrefixLog
 from driver.push import Pusher
 from driver.routing import Routing
+from driver.row_writer import RowWriter
 from driver.scoring import ScoreFailed, Scoring
 from driver.turns import GivenUp, Turns, retry
 from driver.watermark import Decision, KvRoom, Watermark, kv_room
@@ -40,14 +41,12 @@ from rollout.tree import Leaf as TreeLeaf
 from rollout.tree import Trajectory as Tree
 from rollout.tree import row_columns
 from rollout.workflow import Task, Workflow, WorkflowFailed, single_turn
-from store import Full, Ref, Value, in_store, riding
+from store import Ref, in_store
 from store.rows import packed
 from store.schema import reward_columns
 
 log = logging.getLogger("headrace.dispatch")
 SKIPS_AT_ONCE = 100
-FULL_AGAIN_S = 0.2
-FULL_ALARM = "rows wait for room in the store, though it was kept for them: something else fills its memory, free it or enlarge it"
 
 
 class Dispatch:
@@ -88,7 +87,7 @@ class Dispatch:
         self.tokens_sampled = 0
         self.cut_tokens = 0  # sampled for trajectories that the staleness preset discarded
         self._weights_bytes = weights_bytes(core.config.model.path, core.config.trainer.dtype)
-        self._full: dict[str, str] = {}  # key -> what the store said: objects that wait for room
+        self.writer = RowWriter(core)
         self._worked: dict[int, list[float]] = {}  # of live samples: what each of their trajectories took that lost no request
 
     # ---- the loop ------------------------------------------------------------------------------------------------------
@@ -244,8 +243,8 @@ class Dispatch:
             if core.feed.closed:
                 return "input over", "all rows were sent"
             return "data", "all rows were sent and the dataset is open: append rows or close it"
-        if self._full:
-            return "store", f"rows wait for room in the store: {next(iter(self._full.values()))}"
+        if self.writer.full:
+            return "store", f"rows wait for room in the store: {next(iter(self.writer.full.values()))}"
         live = sum(ledger.live_by_deadline.values())
         if config.stop.batches is not None and live >= (config.stop.batches - ledger.next_batch) * core.limits.samples:
             return "input over", f"the last of {config.stop.batches} batches has all its samples"
@@ -392,17 +391,17 @@ class Dispatch:
         refs: list[Ref] = []
         epoch, rollout = core.gate.epoch, packed(rows)
         try:
-            refs.append(await self._put(f"{core.run_id}/{name}/rollout", rollout, len(rows)))
+            refs.append(await self.writer.put(name, "rollout", rollout, len(rows)))
             jobs = [self._job(row, f"{name}l{number:04d}", leaf) for number, leaf in enumerate(leaves)]
             results: list[Any] = await asyncio.gather(*map(self._scoring.score, jobs), return_exceptions=True)
             for failure in filter(lambda result: isinstance(result, BaseException), results):
                 raise failure
             reward = reward_columns([(result.score, result.is_correct) for result in results])
-            refs.append(await self._put(f"{core.run_id}/{name}/reward", reward, len(rows)))
+            refs.append(await self.writer.put(name, "reward", reward, len(rows)))
             while epoch != core.gate.epoch:  # the store was lost meanwhile, and with it what had been put
                 epoch, refs = core.gate.epoch, []
                 for hop, columns in (("rollout", rollout), ("reward", reward)):
-                    refs.append(await self._put(f"{core.run_id}/{name}~{epoch}/{hop}", columns, len(rows)))
+                    refs.append(await self.writer.put(f"{name}~{epoch}", hop, columns, len(rows)))
         except BaseException:
             core.gate.free(in_store(refs))
             raise
@@ -433,26 +432,6 @@ class Dispatch:
             fields=row.fields,
             finish_reason=leaf.finish_reason or "stop",
         )
-
-    async def _put(self, key: str, columns: Mapping[str, Value], rows: int = 1) -> Ref:
-        """Small ones into the reference, which each of the rows has, others into the store. One that is full is waited for: a row is never
-        lost for it (B2). No sample is registered meanwhile; since registration reserves, only others who fill the same memory can bring it
-        about."""
-        core = self._core
-        if (small := riding(key, columns, core.config.store.inline_bytes // rows)) is not None:
-            return small
-        try:
-            while True:
-                try:
-                    return await core.gate.put(key, columns)
-                except Full as error:
-                    self._full[key] = str(error)
-                core.alarm("store", FULL_ALARM)
-                core.ring()
-                await asyncio.sleep(FULL_AGAIN_S)  # readers in other processes let go without a word to us
-        finally:
-            if self._full.pop(key, None) is not None and not self._full:
-                core.alarm("store", None)
 
     def _row(self, sample: Sample) -> DataRow:
         if sample.uid not in self._rows:

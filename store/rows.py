@@ -28,7 +28,7 @@ RAGGED = {
 }
 OFFSETS = {TOKENS: "row_offsets", POSITIONS: "row_offsets", SPANS: "span_offsets", GRIDS: "grid_offsets", PATCHES: "grid_offsets"}
 OFFSET_COLUMNS = tuple(dict.fromkeys(OFFSETS.values()))
-_COUNTED = {"row_offsets": "input_ids", "span_offsets": "version_spans", "grid_offsets": "image_grid"}
+COUNTED = {"row_offsets": "input_ids", "span_offsets": "version_spans", "grid_offsets": "image_grid"}
 
 
 def packed(rows: Sequence[Mapping[str, Value]]) -> dict[str, Value]:
@@ -41,7 +41,7 @@ def packed(rows: Sequence[Mapping[str, Value]]) -> dict[str, Value]:
         raise ValueError(f"row {strange} has the columns {', '.join(rows[strange])}, row 0 {', '.join(names)}: give all rows the same")
     out: dict[str, Value] = {
         offsets: np.cumsum([0, *(len(_array(row[counted])) for row in rows)], dtype=np.int64)
-        for offsets, counted in _COUNTED.items()
+        for offsets, counted in COUNTED.items()
         if counted in names
     }
     for name in names:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from store.base import Column, Value
-from store.rows import GRIDS, OFFSET_COLUMNS, PATCHES, POSITIONS, ROWS, SPANS, TOKENS, cut
+from store.rows import COUNTED, GRIDS, OFFSET_COLUMNS, OFFSETS, PATCHES, POSITIONS, RAGGED, ROWS, SPANS, TOKENS, cut
 
 UNKNOWN_CORRECTNESS = 255
 ANY_NAME = "*"
@@ -96,17 +97,26 @@ FIELDS: tuple[FieldSpec, ...] = (
     ),
 )
 HOPS: tuple[str, ...] = tuple(dict.fromkeys(field.hop for field in FIELDS))
+_FIELDS = {hop: tuple(field for field in FIELDS if field.hop == hop) for hop in HOPS}
+_KNOWN = {hop: dict.fromkeys(field.name for field in fields).keys() for hop, fields in _FIELDS.items()}
+_NEEDED = {hop: {field.name for field in fields if not field.optional} for hop, fields in _FIELDS.items()}
+_CUT_BY = {offsets: {offsets, *(name for name, kind in RAGGED.items() if OFFSETS[kind] == offsets)} for offsets in COUNTED}
+_DTYPES: dict[str, frozenset[Any]] = {
+    field.dtype: frozenset([*field.dtype.split("|"), *(np.dtype(name) for name in field.dtype.split("|") if name != "bfloat16")])
+    for field in FIELDS
+}
+"""by what a field says of its dtype: as a column names its own, and as numpy does"""
 
 
 def fields_of(hop: str) -> tuple[FieldSpec, ...]:
-    found = tuple(field for field in FIELDS if field.hop == hop)
-    if not found:
+    if hop not in _FIELDS:
         raise ValueError(f"there is no hop {hop!r}; the hops are {', '.join(HOPS)}")
-    return found
+    return _FIELDS[hop]
 
 
-def validate(hop: str, columns: Mapping[str, Value]) -> None:
-    """Raises ValueError, naming the column and what it should be, unless the object is one of this hop."""
+def check_form(hop: str, columns: Mapping[str, Value]) -> None:
+    """Names, dtypes, shapes and offsets, for whoever puts such an object: some microseconds, however long the rows are. ValueError names
+    the column that is wrong, and says what it should be."""
     fields = fields_of(hop)
     if fields[0].name == ANY_NAME:
         if not columns:
@@ -114,22 +124,30 @@ def validate(hop: str, columns: Mapping[str, Value]) -> None:
         for name, column in columns.items():
             _check_dtype(fields[0], name, column)
         return
-    expected = [field.name for field in fields]
-    missing = [field.name for field in fields if field.name not in columns and not field.optional]
-    unknown = [name for name in columns if name not in expected]
-    if missing or unknown:
+    if not _NEEDED[hop] <= columns.keys() <= _KNOWN[hop]:
+        missing = [name for name in _KNOWN[hop] if name in _NEEDED[hop] and name not in columns]
+        unknown = [name for name in columns if name not in _KNOWN[hop]]
         wrong = [f"lacks {', '.join(missing)}"] * bool(missing) + [f"has the unknown {', '.join(unknown)}"] * bool(unknown)
-        raise ValueError(f"an object of hop {hop!r} {' and '.join(wrong)}; its columns are {', '.join(expected)}")
+        raise ValueError(f"an object of hop {hop!r} {' and '.join(wrong)}; its columns are {', '.join(_KNOWN[hop])}")
     sizes: dict[str, int] = {}
-    for field in (field for field in fields if field.name in columns):
-        _check_dtype(field, field.name, columns[field.name])
-        _check_shape(field, _array(columns[field.name]), sizes)
+    for field in fields:
+        if field.name in columns:
+            _check_dtype(field, field.name, columns[field.name])
+            _check_shape(field, _array(columns[field.name]).shape, sizes)
+    for offsets, counted in COUNTED.items():
+        if not _CUT_BY[offsets].isdisjoint(columns):
+            _check_offsets(columns, offsets, counted)
+
+
+def validate(hop: str, columns: Mapping[str, Value]) -> None:
+    """As `check_form`, and every number in it: unless the object is one of this hop, ValueError names the column and what it should be."""
+    check_form(hop, columns)
     arrays = {name: _array(column) for name, column in columns.items()}
     if hop == "rollout":
-        _check_rows(arrays, sizes[ROWS])
+        _check_rows(arrays, len(arrays["row_offsets"]) - 1)
     elif hop == "reward":
         _check_reward(arrays)
-    elif arrays["routed_experts"].size and arrays["routed_experts"].min() < 0:
+    elif hop == "extras" and arrays["routed_experts"].size and arrays["routed_experts"].min() < 0:
         raise ValueError("routed_experts holds a negative number; leave out leading tokens whose experts are not known")
 
 
@@ -257,34 +275,54 @@ def _array(column: Value) -> np.ndarray:
 
 
 def _check_dtype(field: FieldSpec, name: str, column: Value) -> None:
-    dtype = column.dtype if isinstance(column, Column) else getattr(getattr(column, "dtype", None), "name", type(column).__name__)
-    if dtype not in field.dtype.split("|"):
-        raise ValueError(f"column {name!r} of hop {field.hop!r} is {dtype}; it must be {field.dtype.replace('|', ' or ')}")
+    dtype = getattr(column, "dtype", None)
+    if dtype in _DTYPES[field.dtype]:
+        return
+    said = dtype if isinstance(dtype, str) else getattr(dtype, "name", type(column).__name__)
+    if isinstance(column, Column) or said not in _DTYPES[field.dtype]:  # by name: of another byte order it is the same
+        raise ValueError(f"column {name!r} of hop {field.hop!r} is {said}; it must be {field.dtype.replace('|', ' or ')}")
 
 
-def _check_shape(field: FieldSpec, array: np.ndarray, sizes: dict[str, int]) -> None:
-    said = f"column {field.name!r} of hop {field.hop!r} has shape {list(array.shape)}; it must be [{', '.join(map(str, field.shape))}]"
-    if array.ndim != len(field.shape):
-        raise ValueError(said)
-    for size, want in zip(array.shape, field.shape, strict=True):
+def _check_shape(field: FieldSpec, shape: tuple[int, ...], sizes: dict[str, int]) -> None:
+    fault = None if len(shape) == len(field.shape) else ""
+    for size, want in zip(shape, field.shape, strict=False):
         if want == _N1:
             if size < 2:
-                raise ValueError(f"{said}, and an object has at least one row")
-            if sizes.setdefault(ROWS, size - 1) != size - 1:
-                raise ValueError(f"{said} with {ROWS} = {sizes[ROWS]}")
+                fault = ", and an object has at least one row"
+            elif sizes.setdefault(ROWS, size - 1) != size - 1:
+                fault = f" with {ROWS} = {sizes[ROWS]}"
         elif isinstance(want, int):
             if size != want:
-                raise ValueError(said)
+                fault = ""
         elif sizes.setdefault(want, size) != size:
-            raise ValueError(f"{said} with {want} = {sizes[want]}")
+            fault = f" with {want} = {sizes[want]}"
         elif want == TOKENS:
             sizes[POSITIONS] = size - sizes[ROWS]
+        if fault is not None:
+            break
+    if fault is not None:
+        wanted = ", ".join(map(str, field.shape))
+        raise ValueError(f"column {field.name!r} of hop {field.hop!r} has shape {list(shape)}; it must be [{wanted}]{fault}")
+
+
+def _check_offsets(columns: Mapping[str, Value], name: str, counted: str) -> None:
+    """They begin with 0, rise, and end where the column does."""
+    if missing := [other for other in (name, counted) if other not in columns]:
+        there = ", ".join(other for other in columns if other in _CUT_BY[name])
+        raise ValueError(f"the object has no column {missing[0]}, so {there} cannot be cut into rows")
+    offsets, end = _array(columns[name]).tolist(), len(_array(columns[counted]))
+    least = int(name == "row_offsets")
+    if offsets[0] or any(after - before < least for before, after in pairwise(offsets)):
+        raise ValueError(f"{name} is {offsets[:8]}: it begins with 0 and rises; a row has at least one token")
+    if offsets[-1] != end:
+        raise ValueError(f"{name} does not fit column {counted}: they end at {offsets[-1]}, it has {end}")
+    if counted == "image_grid" and "pixel_values" in columns:
+        patches, given = int(np.prod(_array(columns[counted]), axis=1, dtype=np.int64).sum()), len(_array(columns["pixel_values"]))
+        if patches != given:
+            raise ValueError(f"image_grid does not fit column pixel_values: it counts {patches} patches of {given}")
 
 
 def _check_rows(arrays: Mapping[str, np.ndarray], rows: int) -> None:
-    for name in (name for name in OFFSET_COLUMNS if name in arrays):
-        if arrays[name][0] or (np.diff(arrays[name]) < (name == "row_offsets")).any():
-            raise ValueError(f"{name} is {arrays[name].tolist()[:8]}: it begins with 0 and rises; a row has at least one token")
     for number in range(rows):
         try:
             _check_rollout({name: cut(arrays, name, number) for name in arrays if name not in OFFSET_COLUMNS})

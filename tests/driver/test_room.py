@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from driver.dispatch import FULL_ALARM
 from driver.events import EvaluationBegan, Leaf, TrajectoryReady
 from driver.ledger import Trajectory
 from driver.row_bytes import SPANS
+from driver.row_writer import FULL_ALARM
 from rollout.version import Version
 from store.rows import packed
 from store.schema import reward_columns, validate
@@ -64,7 +64,7 @@ def why(lab: Lab) -> tuple[str, str]:
 async def land(lab: Lab, trajectories: list[Trajectory], tokens: int, spans: int) -> None:
     for trajectory in trajectories:
         refs = [
-            await asyncio.wait_for(lab.dispatch._put(f"run/{trajectory.traj_uid}/{hop}", made), 30)
+            await asyncio.wait_for(lab.dispatch.writer.put(trajectory.traj_uid, hop, made), 30)
             for hop, made in (("rollout", columns(tokens, spans)), ("reward", reward_columns([(1.0, True)])))
         ]
         leaf = Leaf(f"{trajectory.traj_uid}a0000l0000", refs[0].to_wire(), refs[1].to_wire(), tokens, tokens - 1, 1.0)
@@ -79,7 +79,7 @@ async def test_B2_registration_reserves_the_worst_case_and_what_lands_shorter_gi
     more = registered(lab)
     assert 0 < len(more) < samples and why(lab)[0] == "store", "the room of those that landed, less what they take"
     await land(lab, [*first[samples // 2 * 2 :], *more], *WORST)
-    assert not lab.dispatch._full and lab.store.stats().used_bytes <= 1 << 20, "no put of a registered sample met Full"
+    assert not lab.dispatch.writer.full and lab.store.stats().used_bytes <= 1 << 20, "no put of a registered sample met Full"
     assert registered(lab) == [] and why(lab)[0] == "store"
 
 
@@ -106,7 +106,7 @@ async def test_B2_L1_a_store_that_others_filled_keeps_rows_waiting_and_samples_o
     bell = lab.core.bell()
     landing = asyncio.create_task(land(lab, first, *WORST))
     async with asyncio.timeout(30):
-        while not lab.dispatch._full:
+        while not lab.dispatch.writer.full:
             bell.clear()
             await bell.wait(1.0)
     assert registered(lab) == [] and why(lab)[0] == "store"
@@ -115,4 +115,4 @@ async def test_B2_L1_a_store_that_others_filled_keeps_rows_waiting_and_samples_o
     lab.store.free([foreign])
     async with asyncio.timeout(30):
         await landing
-    assert [t.state for t in first] == ["ready"] * 2 and not lab.dispatch._full and "store" not in lab.core.alarms
+    assert [t.state for t in first] == ["ready"] * 2 and not lab.dispatch.writer.full and "store" not in lab.core.alarms
