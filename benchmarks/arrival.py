@@ -41,7 +41,6 @@ from driver.feed import Feed
 from driver.holds import Holds
 from driver.ledger import Sample, traj_uid_of
 from driver.ledger_db import LedgerDB
-from driver.row_writer import reward_columns
 from driver.training import Training
 from rollout.client import make_http
 from store import EmbeddedStore, Lease, Ref, open_ref, put_small
