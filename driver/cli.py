@@ -230,6 +230,8 @@ def status(
         table.add_row("discarded", f"{count} × {reason}")
     if facts["trajectories"]["last_discard"]:
         table.add_row("last discard", facts["trajectories"]["last_discard"]["reason"])
+    if facts["left_out_rows"]:
+        table.add_row("rows left out", f"{facts['left_out_rows']} can never be sampled: GET /v1/runs/{name}/datasets/ID/left_out says why")
     if facts["found_at_start"]:
         table.add_row("found at start", ", ".join(f"{name} {count}" for name, count in facts["found_at_start"].items() if count))
     for alarm in facts["alarms"]:

@@ -88,7 +88,7 @@ def mapping_json(pairs: str | None) -> str | None:
 
 def datasets_table(datasets: list[dict[str, Any]]) -> Table:
     table = Table("dataset", "name", box=None, pad_edge=False)
-    for title in ("rows", "walked", "pass", "weight", "priority", "planned", "real", "samples", "filtered", "skipped", "right"):
+    for title in ("rows", "walked", "pass", "weight", "priority", "planned", "real", "samples", "filtered", "skipped", "left out", "right"):
         table.add_column(title, justify="right")
     for each in datasets:
         table.add_row(
@@ -104,6 +104,7 @@ def datasets_table(datasets: list[dict[str, Any]]) -> Table:
             f"{each['samples']:,}",
             f"{each['filtered_samples']:,}",
             f"{each['skipped_rows']:,}",
+            f"{each['left_out_rows']:,}",
             _share(each["recent"]["pass_rate"]),
         )
     return table

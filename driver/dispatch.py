@@ -21,11 +21,12 @@ from driver.batcher import admissible
 from driver.config import weights_bytes
 from driver.core import Core
 from driver.datasets import DataRow
-from driver.events import Leaf, RowSkipped, SampleDiscarded, SampleRegistered, TrajectoryDiscarded, TrajectoryReady
+from driver.events import Leaf, SampleDiscarded, SampleRegistered, TrajectoryDiscarded, TrajectoryReady
 from driver.filter import Judge
 from driver.ledger import DISCARDED, READY, RUNNING, Sample, Trajectory
 from driver.lost_time import FULL
 from driver.measured import BY_TRAJECTORY, Rate
+from driver.next_row import NextRow, Unfit, prompt_ids
 from driver.prefix_log import PrefixLog
 from driver.push import Pusher
 from driver.routing import Routing
@@ -46,7 +47,6 @@ from store.rows import packed
 from store.schema import reward_columns
 
 log = logging.getLogger("headrace.dispatch")
-SKIPS_AT_ONCE = 100
 
 
 class Dispatch:
@@ -79,6 +79,8 @@ class Dispatch:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._queue: deque[tuple[Sample, Trajectory]] = deque()  # registered, not yet sent
         self._rows: dict[int, DataRow] = {}  # of live samples
+        self._prompts: dict[int, Sequence[int]] = {}  # the same in tokens
+        self.next_row = NextRow(core, tokenizer)
         self.judge = Judge(core)
         self._request_tokens = Rate(BY_TRAJECTORY)  # prompt and answer
         self.decision: Decision | None = None
@@ -125,6 +127,7 @@ class Dispatch:
                     self.turns.due(trajectory.traj_uid)
                     self._tasks[trajectory.traj_uid] = group.create_task(self._trajectory(sample, trajectory), name=trajectory.traj_uid)
                     self.generating += 1
+                await asyncio.sleep(0)  # rows that were passed by have rung our own bell: others have their turn first
                 await self._bell.wait(1.0)
 
     def enqueue(self, sample: Sample) -> None:
@@ -176,7 +179,7 @@ class Dispatch:
     def _register(self) -> tuple[Sample, Trajectory] | None:
         """Register the next dataset row if every gate lets it; its first trajectory is returned, its siblings are queued."""
         core, ledger, config = self._core, self._core.ledger, self._core.config
-        if not self._skipped_solved():
+        if not self.next_row.look():
             return None
         closed = self._closed_gate()
         if closed is not None:
@@ -202,30 +205,11 @@ class Dispatch:
         self.judge.registered(place.dataset_id)
         core.waiting("rollout", None)
         sample = ledger.samples[event.uid]
+        head = self.next_row.head
+        assert head is not None
+        self._rows[event.uid], self._prompts[event.uid] = head.row, head.prompt
         self._queue.extend((sample, t) for t in sample.trajectories[1:])
         return sample, sample.trajectories[0]
-
-    def _skipped_solved(self) -> bool:
-        """Rows that were always right in their last pass are left out of this one, where the configuration says so. False: there may be
-        more of them, and the bell that each rings brings us back."""
-        core = self._core
-        if not core.config.filter.skip_solved or core.draining is not None:
-            return True
-        for _ in range(SKIPS_AT_ONCE):
-            place = core.feed.next_place(core.ledger.cursor)
-            if place is None or core.ledger.solved.get((place.segment, place.row_index), -2) != place.pass_index - 1:
-                return True
-            core.apply(
-                RowSkipped(
-                    dataset_id=place.dataset_id,
-                    segment=place.segment,
-                    row_index=place.row_index,
-                    pass_index=place.pass_index,
-                    position=place.position,
-                    time=time.time(),
-                )
-            )
-        return False
 
     def _closed_gate(self) -> tuple[str, str] | None:
         """Why no new sample may be registered now, by kind and in words; None when one may."""
@@ -240,9 +224,10 @@ class Dispatch:
             if weightless := core.feed.weightless(ledger.cursor):
                 names = ", ".join(weightless)
                 return "data", f"only datasets of weight 0 have rows left: {names}; give one a weight (headrace mix), or drain"
+            sent = core.feed.all_left_out() or "all rows were sent"
             if core.feed.closed:
-                return "input over", "all rows were sent"
-            return "data", "all rows were sent and the dataset is open: append rows or close it"
+                return "input over", sent
+            return "data", f"{sent} and the dataset is open: append rows or close it"
         if self.writer.full:
             return "store", f"rows wait for room in the store: {next(iter(self.writer.full.values()))}"
         live = sum(ledger.live_by_deadline.values())
@@ -357,14 +342,9 @@ class Dispatch:
 
     async def _run_workflow(self, row: DataRow, trajectory: Trajectory) -> Tree:
         try:
-            asked = row.messages if row.prompt is None else row.prompt
-            assert asked is not None
-            prompt = self._tokenizer.prompt_ids(asked, apply_chat_template=self._core.config.rollout.apply_chat_template)
-        except ValueError as error:
-            raise GivenUp(f"data: the prompt can not be tokenized: {error}") from error
-        limit = self._core.config.rollout.context_length - 1
-        if len(prompt) + 1 > limit:
-            raise GivenUp(f"data: the prompt has {len(prompt)} tokens; rollout.context_length leaves room for {limit - 1}")
+            prompt = self._prompts.get(trajectory.uid) or prompt_ids(row, self._tokenizer, self._core.config)
+        except Unfit as unfit:  # registered when it did fit
+            raise GivenUp(f"data: {unfit}") from unfit
         turns = 0
 
         async def generate(input_ids: Sequence[int]) -> Generation:
@@ -444,6 +424,7 @@ class Dispatch:
         if sample.waiting:
             return
         row = self._rows.pop(sample.uid, None)
+        self._prompts.pop(sample.uid, None)
         worked = self._worked.pop(sample.uid, [])
         if len(worked) == len(sample.trajectories):
             self._core.measured.sample_s.observe(max(worked))

@@ -27,6 +27,7 @@ from driver.core import Core
 from driver.datasets import DataRow, read_rows, scorable
 from driver.events import EvaluationBegan, EvaluationEnded
 from driver.finished import Finished
+from driver.next_row import Unfit, prompt_ids
 from driver.publish import Publisher
 from driver.push import Pusher
 from driver.scoring import ScoreFailed, Scoring
@@ -349,15 +350,11 @@ class Evaluator:
 
     async def _generated(self, answer: _Answer, row: DataRow, version: int, number: int, index: int) -> None:
         rollout = self._core.config.rollout
-        asked = row.messages if row.prompt is None else row.prompt
-        assert asked is not None
         try:
-            answer.prompt_ids = tuple(self._tokenizer.prompt_ids(asked, apply_chat_template=rollout.apply_chat_template))
-        except ValueError as error:
-            raise GivenUp(f"the prompt can not be tokenized: {error}") from error
+            answer.prompt_ids = tuple(prompt_ids(row, self._tokenizer, self._core.config))
+        except Unfit as unfit:
+            raise GivenUp(str(unfit)) from unfit
         room = rollout.context_length - 1 - len(answer.prompt_ids)
-        if room < 1:
-            raise GivenUp(f"the prompt has {len(answer.prompt_ids)} tokens, rollout.context_length leaves no room")
         temperature = self._config.temperature
         sampling: dict[str, Any] = {
             "temperature": rollout.sampling.temperature if temperature is None else temperature,

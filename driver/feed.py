@@ -3,7 +3,7 @@
 A submit or an append is one *segment*, written whole or not at all: its rows first, then the line that makes it visible. Each dataset
 has a walk of its own: a pass goes through its segments in order of arrival, each in an order seeded by (seed, pass, segment), so an
 append in the middle of a pass moves nothing that came before, and no other dataset. Its second pass starts only when it is closed.
-Which dataset the next row comes from is `driver/mix.py`'s arithmetic.
+Which dataset the next row comes from is `driver/mix.py`'s arithmetic. A row that is left out (`leave_out`) is in no walk any more.
 
 The walks live in the ledger and advance in the same commit that registers the sample: `next_place` is a function of what is durable,
 so any number of restarts gives each row once a pass, in the order that no restart would have changed (W2).
@@ -89,6 +89,12 @@ class Feed:
         keyed = "SELECT idempotency_key, dataset_id, digest FROM segments WHERE idempotency_key IS NOT NULL"
         self._keys: dict[str, tuple[str, str | None]] = {key: (dataset_id, digest) for key, dataset_id, digest in db.query(keyed)}
         self._orders: dict[int, tuple[int, array[int]]] = {}
+        self._left_out: dict[int, set[int]] = {}  # rows by segment
+        self._left_out_last = ""  # why
+        for segment, row_index, reason in db.query("SELECT segment, row_index, reason FROM left_out_rows ORDER BY left_out_at"):
+            self._left_out.setdefault(segment, set()).add(row_index)
+            self._left_out_last = reason
+        self._onward: dict[tuple[int, int], tuple[int, int]] = {}  # (segment, pass) -> a position, and the first from it that is walked
         self._adding = asyncio.Lock()
         self._next_segment = max(self._dataset_of, default=-1) + 1
         self._decoder = msgspec.json.Decoder(DataRow)
@@ -159,17 +165,47 @@ class Feed:
 
     def _place(self, entry: _Entry, walk: Walk) -> tuple[int, int, int, int] | None:
         passes = self.passes(walk)
+        if self._out_of(entry) == entry.rows:
+            return None
         pass_index, segment, position = walk.pass_index, walk.segment, walk.position
         while passes is None or pass_index < passes:
             first = bisect.bisect_left(entry.segments, (segment, 0))
             for number, rows in islice(entry.segments, first, None):
-                at = position if number == segment else 0
+                at = self._from(pass_index, number, position if number == segment else 0, rows)
                 if at < rows:
                     return pass_index, number, at, rows
             if not entry.closed or not entry.segments:
                 return None
             pass_index, segment, position = pass_index + 1, 0, 0
         return None
+
+    def _from(self, pass_index: int, segment: int, position: int, rows: int) -> int:
+        """The first position from this one on whose row is not left out; `rows` when there is none."""
+        out = self._left_out.get(segment)
+        if not out or position >= rows:
+            return position
+        known, onward = self._onward.get((segment, pass_index), (-1, 0))
+        if known != position:
+            onward = position
+        if onward < rows:
+            order = self._order(pass_index, segment, rows) if self._shuffle else range(rows)
+            onward = next((at for at in range(onward, rows) if order[at] not in out), rows)
+            self._onward.pop((segment, pass_index - 2), None)
+            self._onward[segment, pass_index] = (position, onward)
+        return onward
+
+    def _out_of(self, entry: _Entry) -> int:
+        return sum(len(self._left_out.get(segment, ())) for segment, _ in entry.segments) if self._left_out else 0
+
+    def left_out(self, dataset_id: str) -> int:
+        """Rows of a dataset that no pass comes to any more."""
+        return self._out_of(self._datasets[dataset_id])
+
+    def all_left_out(self) -> str | None:
+        """In words, with the newest reason, when no row of any dataset can be used."""
+        if not self.rows or sum(map(self._out_of, self._datasets.values())) < self.rows:
+            return None
+        return f"none of the {self.rows:,} rows can be used: all are left out, the last because {self._left_out_last}"
 
     def row(self, segment: int, row_index: int) -> DataRow:
         found = self._db.query("SELECT payload FROM dataset_rows WHERE segment = ? AND row_index = ?", (segment, row_index))
@@ -243,6 +279,12 @@ class Feed:
             if idempotency_key is not None:
                 self._keys[idempotency_key] = (dataset_id, digest)
             return dataset_id, count, True
+
+    def leave_out(self, segment: int, row_index: int, reason: str, time: float) -> None:
+        """No pass comes to this row any more, for the life of the run."""
+        self._left_out.setdefault(segment, set()).add(row_index)
+        self._left_out_last = reason
+        self._db.write([Upsert("left_out_rows", {"segment": segment, "row_index": row_index, "reason": reason, "left_out_at": time})])
 
     async def close(self, dataset_id: str) -> None:
         """No more rows for this dataset. Closing twice is the same as once."""

@@ -1,4 +1,5 @@
-"""What the ledger's file holds of datasets beside their rows: the walks (in `meta`), the changes of shares, the solved rows.
+"""What the ledger's file holds of datasets beside their rows: the walks (in `meta`), the changes of shares, the solved rows, and
+those that are left out of every pass.
 
 The tables came after version 1 of the schema. They are made when a ledger is opened, and a ledger without them is read as one in which
 nothing was changed or solved; so is one that has a single cursor for all datasets, as it was kept before datasets were mixed.
@@ -19,8 +20,10 @@ CREATE TABLE IF NOT EXISTS mixes (number INTEGER PRIMARY KEY, from_uid INTEGER N
   decided_at REAL NOT NULL, trained_version INTEGER NOT NULL, changes BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS solved_rows (segment INTEGER NOT NULL, row_index INTEGER NOT NULL, pass_index INTEGER NOT NULL, uid INTEGER,
   trajectories INTEGER, solved_at REAL, skipped_at REAL, PRIMARY KEY (segment, row_index, pass_index)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS left_out_rows (segment INTEGER NOT NULL, row_index INTEGER NOT NULL, reason TEXT NOT NULL,
+  left_out_at REAL NOT NULL, PRIMARY KEY (segment, row_index)) WITHOUT ROWID;
 """
-KEYS = {"mixes": ("number",), "solved_rows": ("segment", "row_index", "pass_index")}
+KEYS = {"mixes": ("number",), "solved_rows": ("segment", "row_index", "pass_index"), "left_out_rows": ("segment", "row_index")}
 Query = Callable[..., list[tuple[Any, ...]]]
 
 

@@ -57,6 +57,7 @@ def status(run: Run) -> dict[str, Any]:
         "logprob_gap_max": run.history.gap_max,
         "datasets": observe_data.datasets(run),
         "filtered_samples": observe_data.filtered_samples(run),
+        "left_out_rows": observe_data.left_out_rows(run),
         "restarts": run.core.ledger.restarts,
         "found_at_start": None if run.found is None else msgspec.to_builtins(run.found),
         "tokens_resampled": run.dispatch.turns.tokens_resampled,

@@ -38,6 +38,7 @@ def _dataset(run: Run, dataset: Dataset, planned: float | None, recent: list[str
         "samples": walk.registered,
         "filtered_samples": walk.filtered,
         "skipped_rows": walk.skipped,
+        "left_out_rows": feed.left_out(dataset_id),
         "recent": run.dispatch.judge.rates.of(dataset_id),
     }
 
@@ -66,6 +67,21 @@ def skipped(run: Run, dataset_id: str, after: tuple[int, int, int], limit: int) 
     return {"items": items, "next": None if last is None else ".".join(map(str, last))}
 
 
+def left_out(run: Run, dataset_id: str, after: tuple[int, int], limit: int) -> dict[str, Any]:
+    """A page of the rows that no pass comes to, because they can never be sampled: which, and why."""
+    rows = run.core.db.query(
+        "SELECT r.segment, r.row_index, r.reason, r.left_out_at FROM left_out_rows r JOIN segments s ON s.segment = r.segment "
+        "WHERE s.dataset_id = ? AND (r.segment, r.row_index) > (?, ?) ORDER BY r.segment, r.row_index LIMIT ?",
+        (dataset_id, *after, limit),
+    )
+    items = [dict(zip(("segment", "row_index", "why", "left_out_at"), row, strict=True)) for row in rows]
+    return {"items": items, "next": ".".join(map(str, rows[-1][:2])) if len(rows) == limit else None}
+
+
+def left_out_rows(run: Run) -> int:
+    return sum(run.core.feed.left_out(dataset.dataset_id) for dataset in run.core.feed.datasets())
+
+
 def filtered_samples(run: Run) -> int:
     return sum(walk.filtered for walk in run.core.ledger.cursor.values())
 
@@ -76,5 +92,6 @@ def gauges(run: Run) -> dict[str, float]:
         "headrace_filter_filtered_samples_total": float(filtered_samples(run)),
         "headrace_filter_in_a_row_samples": float(run.dispatch.judge.streak.samples),
         "headrace_feed_registered_samples_total": float(sum(walk.registered for walk in cursor.values())),
+        "headrace_feed_left_out_rows_total": float(left_out_rows(run)),
         "headrace_feed_skipped_rows_total": float(sum(walk.skipped for walk in cursor.values())),
     }

@@ -291,7 +291,7 @@ class Run:
         """All batches are committed; whatever is still live ends with the reason the run ended for."""
         wanted = self.config.stop.batches
         done = "all batches trained" if wanted is not None and self.core.ledger.next_batch >= wanted else "input exhausted"
-        how = self.core.ending or self.core.draining or done
+        how = self.core.ending or self.core.draining or self.core.feed.all_left_out() or done
         for sample in list(self.core.ledger.live()):
             unfinished = [t for t in sample.trajectories if t.state != "finished"]
             self.core.apply(SampleDiscarded(uid=sample.uid, reason=f"run ended: {how}", time=time.time()))

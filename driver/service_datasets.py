@@ -111,6 +111,18 @@ def add_routes(app: FastAPI, run_of: Callable[[str], Run]) -> None:
         segment, row_index, pass_index = map(int, after.split(".")) if after else (-1, -1, -1)
         return observe_data.skipped(run, dataset_id, (segment, row_index, pass_index), limit)
 
+    @app.get("/v1/runs/{run}/datasets/{dataset_id}/left_out", tags=["datasets"])
+    async def left_out(
+        run: RunDep,
+        dataset_id: str,
+        after: Annotated[str | None, Query(pattern=r"^[0-9]{1,9}\.[0-9]{1,9}$")] = None,
+        limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+    ) -> dict[str, Any]:
+        """Rows that can never be sampled (their prompt is too long, say) and are left out of every pass, each with its reason."""
+        known(run, dataset_id)
+        segment, row_index = map(int, after.split(".")) if after else (-1, -1)
+        return observe_data.left_out(run, dataset_id, (segment, row_index), limit)
+
     @app.post("/v1/runs/{run}/datasets", tags=["datasets"], status_code=201, openapi_extra=ROWS_BODY)
     async def submit(
         request: Request,

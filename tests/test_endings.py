@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 import subprocess
 import sys
 import zlib
@@ -63,11 +64,13 @@ def test_H2_W4_L4_a_short_dataset_with_bad_rows_is_trained_to_its_last_row_and_e
     ends = list(read_trajectories(run / "archive"))
     trained = [end for end in ends if end.outcome == "trained"]
     discarded = [end for end in ends if end.outcome == "discarded"]
-    assert len(trained) == 6 * 4 and len(discarded) == 3 * 4
+    assert len(trained) == 6 * 4 and len(discarded) == 2 * 4
     reasons = {end.prompt: end.reason for end in discarded}
     assert "KeyError" in reasons["sort 1 ="] and "no such unit" in reasons["sort 1 ="]
     assert "nan" in reasons["sort 2 ="].lower()
-    assert "rollout.context_length" in next(reason for prompt, reason in reasons.items() if "777" in prompt)
+    with sqlite3.connect(run / "ledger.sqlite") as ledger:
+        ((row_index, reason),) = ledger.execute("SELECT row_index, reason FROM left_out_rows").fetchall()
+    assert row_index == 5 and "rollout.context_length" in reason, "H3: it was not even registered"
     assert all(end.reward is None for end in discarded), "L4: a failed reward is no number"
     assert {end.reward for end in trained} <= {0.0, 1.0}
     lines = trained_rows(run)

@@ -145,3 +145,14 @@ def test_W2_O4_kills_appends_changed_shares_and_a_curriculum_give_each_row_exact
         assert [each["from_uid"] for each in mixes] == sorted(each["from_uid"] for each in mixes)
     finally:
         service.close()
+
+
+def test_H3_a_run_for_ever_of_which_no_prompt_fits_ends_with_status_0_and_says_that_none_can_be_used(tmp_path):
+    data = [{"prompt": "sort " + "1" * 300, "answer": ""} for _ in range(3)]
+    run = run_to_the_end(tmp_path, data, "stop.batches=null", "stop.epochs=null")
+    with sqlite3.connect(run / "ledger.sqlite") as ledger:
+        assert ledger.execute("SELECT count(*) FROM samples").fetchone() == (0,)
+        assert ledger.execute("SELECT count(*) FROM left_out_rows").fetchone() == (3,)
+        (ended,) = ledger.execute("SELECT value FROM meta WHERE name = 'ended'").fetchone()
+    assert b"none of the 3 rows can be used: all are left out, the last because the prompt is too long" in ended
+    assert (run / "logs" / "driver.log").read_text().count("is left out of every pass") == 3

@@ -44,6 +44,7 @@ class Books:
                 if state != "unmade"
             }
             self.solved = connection.execute("SELECT segment, row_index, pass_index, skipped_at IS NOT NULL FROM solved_rows").fetchall()
+            self.left_out = set(connection.execute("SELECT segment, row_index FROM left_out_rows").fetchall())
             self.segments = {
                 segment: (name, rows) for segment, name, rows in connection.execute("SELECT segment, dataset_id, rows FROM segments")
             }
@@ -123,18 +124,27 @@ def _registered(books: Books, n: int, bound: int) -> list[str]:
 
 
 def _walked(books: Books) -> list[str]:
-    """Each row of a dataset is registered once a pass, or left out of it because it was solved in the one before; and is so counted."""
+    """Each row of a dataset is registered once a pass, or left out of it because it was solved in the one before, and is so counted; one
+    that can never be sampled is in none."""
     registered = Counter((segment, pass_index, row) for segment, row, pass_index, *_ in books.samples.values() if segment != EVALUATION)
     left_out = Counter((segment, pass_index + 1, row) for segment, row, pass_index, skipped in books.solved if skipped)
     filtered = Counter(books.samples[uid][0] for uid, found in books.trajectories.items() if any(FILTERED in str(row[3]) for row in found))
     came = registered + left_out
     wrong = [f"W2: row {row} of segment {segment} came {n} times in pass {walked}" for (segment, walked, row), n in came.items() if n > 1]
+    wrong += [
+        f"H3: row {row} of segment {segment} came in pass {walked}, and is left out of all"
+        for segment, walked, row in came
+        if (segment, row) in books.left_out
+    ]
     for name, walk in books.walks().items():
         segments = {segment: rows for segment, (dataset_id, rows) in books.segments.items() if dataset_id == name}
         for segment, rows in segments.items():
             now = walk.get("pass_index", 0)
             first = min((walked for other, walked, _ in came if other == segment), default=now)
-            taken = {walked: sum((segment, walked, row) in came for row in range(rows)) for walked in range(first + 1, now)}
+            taken = {
+                walked: sum((segment, walked, row) in came or (segment, row) in books.left_out for row in range(rows))
+                for walked in range(first + 1, now)
+            }
             wrong += [f"W2: pass {walked} took {n} of the {rows} rows of segment {segment}" for walked, n in taken.items() if n != rows]
         there = [sum(n for (segment, *_), n in places.items() if segment in segments) for places in (registered, left_out)]
         there.append(sum(filtered[segment] for segment in segments))

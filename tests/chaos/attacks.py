@@ -58,12 +58,14 @@ def score(response, row):
         raise KeyError("bad on purpose")
     return 1.0 if row["answer"] == "easy" else random.random()
 '''
-KINDS = {7: "bad", 13: "often bad", 1: "easy", 5: "easy", 9: "easy", 17: "easy"}  # of twenty rows
+KINDS = {7: "bad", 13: "often bad", 1: "easy", 5: "easy", 9: "easy", 17: "easy", 15: "long"}  # of twenty rows
 
 
 def data(rows: int, first: int = 1000) -> bytes:
     """The lines of a dataset with some of each kind."""
-    lines = ({"prompt": f"sort {n} =", "answer": KINDS.get(n % 20, str(n)), "task_type": "sort"} for n in range(first, first + rows))
+    kinds = {n: KINDS.get(n % 20, str(n)) for n in range(first, first + rows)}
+    digits = {n: str(n) * (100 if kind == "long" else 1) for n, kind in kinds.items()}  # a prompt that never fits is left out of all passes
+    lines = ({"prompt": f"sort {digits[n]} =", "answer": kind, "task_type": "sort"} for n, kind in kinds.items())
     return "".join(json.dumps(line) + "\n" for line in lines).encode()
 
 

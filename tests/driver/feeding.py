@@ -132,7 +132,7 @@ class Lab:
     def sample(self, *rewards: float) -> int:
         """One sample registered, answered with these rewards and settled as dispatch does it; its uid."""
         ledger = self.core.ledger
-        assert self.dispatch._skipped_solved()
+        assert self.dispatch.next_row.look()
         place = self.core.feed.next_place(ledger.cursor)
         assert place is not None
         uid, bound = ledger.next_uid, self.config.staleness.bound

@@ -131,6 +131,7 @@ async def test_a_dataset_that_is_not_there_is_404_and_the_known_are_named(rest):
         ("POST", "/d7/rows"),
         ("POST", "/d7/close"),
         ("GET", "/d7/solved"),
+        ("GET", "/d7/left_out"),
     ):
         reply = await rest.call(method, path, **({"json": {"weight": 2}} if method == "PATCH" else {}))
         assert reply.status_code == 404 and "known: d000000" in reply.json()["error"]["message"], path
@@ -169,6 +170,22 @@ async def test_solved_rows_are_listed_page_by_page_with_what_showed_it(rest):
     rest_of_it = (await rest.call("GET", "/d000000/solved", params={"limit": 2, "after": page["next"]})).json()
     assert [each["uid"] for each in page["items"] + rest_of_it["items"]] == [0, 1, 2] and rest_of_it["next"] is None
     assert page["items"][1]["why"] == "2 of 2 trajectories of sample 1 were right" and page["items"][1]["skipped_at"] is None
+
+
+async def test_H3_rows_that_are_left_out_are_listed_page_by_page_with_the_reason(rest):
+    long = "1" * 500
+    await rest.call("POST", content=body(long, "a", long, long))
+    assert rest.lab.dispatch.next_row.look()
+    (dataset,) = (await rest.call("GET")).json()
+    assert dataset["left_out_rows"] == 1, "the next one that fits is found, and no further"
+    rest.lab.sample(1.0, 0.0)
+    assert rest.lab.dispatch.next_row.look()
+    await rest.lab.db.durable()
+    page = (await rest.call("GET", "/d000000/left_out", params={"limit": 2})).json()
+    rest_of_it = (await rest.call("GET", "/d000000/left_out", params={"limit": 2, "after": page["next"]})).json()
+    items = page["items"] + rest_of_it["items"]
+    assert [each["row_index"] for each in items] == [0, 2, 3] and rest_of_it["next"] is None
+    assert all(each["why"].startswith("the prompt is too long: it has 500 tokens") for each in items)
 
 
 # ---- the command line, over real HTTP --------------------------------------------------------------------------------------
@@ -220,7 +237,7 @@ def test_the_commands_submit_mix_append_close_and_show_and_say_what_is_wrong_in_
                 assert words in headrace("mix", "d000001", *argv, status=1)
             assert "there is no dataset 'd7'; known: d000000, d000001" in headrace("mix", "d7", "--weight", "1", status=1)
             shown = headrace("datasets")
-            assert "a.jsonl 2 0 1 of 2 3 0 - - 0 0 0 -" in shown and "more.jsonl 2 0 1 of ever 0.5 1 100%" in shown
+            assert "a.jsonl 2 0 1 of 2 3 0 - - 0 0 0 0 -" in shown and "more.jsonl 2 0 1 of ever 0.5 1 100%" in shown
             assert "d000001 weight 0.5, epochs forever" in headrace("datasets", "--changes")
     finally:
         lab.close()
