@@ -35,6 +35,7 @@ from driver import (
 from driver.commands_ledger import ledger_app
 from driver.config import ConfigError, load_config
 from driver.doctor import examine
+from driver.ended import on_disk
 from driver.keys import keys, section_at
 from driver.settings import SECRETS, RunConfig
 from driver.terminal import RunName, Service, Sets, Url, err, fail, out
@@ -71,7 +72,7 @@ def up(
     except ConfigError as error:
         fail(str(error), 2)
     if detach:
-        _detach(config, overrides or [], checked.directory, exit_when_done)
+        _detach(config, overrides or [], checked, exit_when_done)
         return
     service = import_service()
     try:
@@ -92,26 +93,38 @@ def import_service() -> ModuleType:
     return service
 
 
-def _detach(config: Path, overrides: list[str], directory: Path, exit_when_done: bool) -> None:
-    directory.joinpath("logs").mkdir(parents=True, exist_ok=True)
+def _detach(config: Path, overrides: list[str], checked: RunConfig, exit_when_done: bool) -> None:
+    directory, run_id = checked.directory, checked.run_id
     before = directory / "service.json"
+    ended = on_disk(directory)
     if (running := _serving(before)) is not None:
         fail(f"run {running['run_id']} is up already at {running['url']} (process {running['pid']}); end it first: headrace down")
     before.unlink(missing_ok=True)  # of a service that died
     argv = [sys.executable, "-P", "-m", "driver.cli", "up", str(config), "--quiet", *(a for o in overrides for a in ("--set", o))]
     if exit_when_done:
         argv.append("--exit-when-done")
-    with (directory / "logs" / "up.log").open("ab") as log:
+    log_path = directory / "logs" / "up.log"
+    made = [path for path in (log_path, *log_path.parents) if not path.exists()]
+    log_path.parent.mkdir(parents=True, exist_ok=True)
+    with log_path.open("ab") as log:
         start = log.tell()
         child = subprocess.Popen(argv, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True)
     for _ in range(600):
         if before.exists():
             facts = json.loads(before.read_text())
-            _say_if_over(facts)
-            out.print(f"run {facts['run_id']} is up at {facts['url']} (process {facts['pid']})", highlight=False)
+            at = f"at {facts['url']} (process {facts['pid']})"
+            if ended is None:
+                out.print(f"run {facts['run_id']} is up {at}", highlight=False)
+            else:
+                out.print(ended.words(facts["run_id"]), highlight=False, soft_wrap=True)
+                out.print(f"it is only shown, {at}; headrace down ends that", highlight=False, soft_wrap=True)
+            return
+        if child.poll() == 0 and ended is not None:
+            out.print(ended.words(run_id), highlight=False, soft_wrap=True)
             return
         if child.poll() is not None:
-            text = (directory / "logs" / "up.log").read_bytes()[start:].decode(errors="replace").strip()
+            text = log_path.read_bytes()[start:].decode(errors="replace").strip()
+            _unmake(made)
             fail(text.removeprefix("error ").replace("\n", " ") or f"the service ended with status {child.returncode}")
         time.sleep(0.05)
     fail(f"the service did not answer within 30 s; see {directory}/logs")
@@ -129,11 +142,13 @@ def _serving(path: Path) -> dict[str, Any] | None:
         return None
 
 
-def _say_if_over(facts: dict[str, Any]) -> None:
-    """`up` on a run that has ended starts nothing; do not let it look as if it did."""
-    status = Service(facts["url"], facts["token"]).call("GET", f"/v1/runs/{facts['run_id']}")
-    if status["state"] == "finished":
-        err.print(f"run {facts['run_id']} has ended before and is only shown; begin another with a new run_id or run_dir", highlight=False)
+def _unmake(made: list[Path]) -> None:
+    """What a refused start made, the innermost first; a directory in which there is something by now stays."""
+    for path in made:
+        try:
+            path.rmdir() if path.is_dir() else path.unlink()
+        except OSError:
+            return
 
 
 @app.command()

@@ -28,6 +28,7 @@ from driver.core import Core
 from driver.curriculum import Curriculum
 from driver.dispatch import Dispatch
 from driver.distributed import Courier, DistributedTransport
+from driver.ended import Ended
 from driver.engine_watch import EngineWatch
 from driver.evaluation import Evaluator
 from driver.events import Found, RunEnded, SampleDiscarded
@@ -67,15 +68,8 @@ from trainer.client import TrainerRefused
 
 log = logging.getLogger("headrace.run")
 KEEP_S = 60
-EXPECTED = (
-    StartFailed,
-    TrainerRefused,
-    CheckpointMissing,
-    LedgerError,
-    PushImpossible,
-    PlanError,
-    StreamError,
-)  # their text is for the user and says it all
+EXPECTED = (StartFailed, TrainerRefused, CheckpointMissing, LedgerError, PushImpossible, PlanError, StreamError)
+"""Their text is for the user and says it all."""
 
 
 class Run:
@@ -198,8 +192,8 @@ class Run:
 
     async def run(self) -> None:
         """Until the run has ended by its rules, was stopped, or failed. The state says which; LedgerError and the like do not escape."""
-        if self.core.ledger.ended is not None:
-            log.info("run %s has ended (%s); for another one choose another run_id or run_dir", self.core.run_id, self.core.ledger.ended)
+        if (ended := Ended.of(self.core.ledger)) is not None:
+            log.info("%s", ended.words(self.core.run_id))
             await self._wind_down()
             return
         try:

@@ -1,6 +1,7 @@
 """The service process: its runs, their REST server, its signals.
 
-What can be known to be wrong is said before anything starts: a taken port, a store that does not fit, a ledger in use. SIGTERM and
+What can be known to be wrong is said before anything starts or is written: a taken port, a store that does not fit, more than the machine
+has; and before anything starts a ledger in use. SIGTERM and
 SIGINT end it in order (a second one at once, after a last word to engines of somebody else's). RUN_DIR/service.json says where it
 listens while it lives.
 """
@@ -25,6 +26,8 @@ from driver.config import ConfigError
 from driver.datasets import DatasetError
 from driver.ledger_db import LedgerError
 from driver.machine import left_behind, needed
+from driver.planned import plan_of
+from driver.planner import PlanError
 from driver.run import Run
 from driver.runs import Runs
 from driver.service import create_app
@@ -88,12 +91,18 @@ def log_to(path: Path, *, also_terminal: bool) -> None:
     logging.getLogger("httpx").setLevel(logging.WARNING)
 
 
-async def serve(config: RunConfig, *, exit_when_done: bool) -> int:
+async def serve(config: RunConfig, *, exit_when_done: bool, quiet: bool) -> int:
     """Run the service until it is told to end (or, with `exit_when_done`, until the run has ended). Returns the exit status."""
     sock = listen(config.service.host, config.service.port)
-    if lacking := [finding for finding in needed(config) if finding.state == "missing"]:
+    lacking = [f"{finding.what}: {finding.words}" for finding in needed(config) if finding.state == "missing"]
+    try:
+        plan_of(config)
+    except PlanError as error:
+        lacking.append(str(error))
+    if lacking:
         sock.close()
-        raise CannotStart("; ".join(f"{finding.what}: {finding.words}" for finding in lacking))
+        raise CannotStart("; ".join(lacking))
+    log_to(config.directory / "logs" / "driver.log", also_terminal=not quiet)  # the first that makes a directory
     for finding in left_behind(config):
         log.warning("left behind: %s", finding.words)
     collector.settle()
@@ -173,10 +182,9 @@ class _Server(uvicorn.Server):
 
 
 def main(config: RunConfig, *, exit_when_done: bool, quiet: bool) -> int:
-    log_to(config.directory / "logs" / "driver.log", also_terminal=not quiet)
     try:
         import uvloop
 
-        return uvloop.run(serve(config, exit_when_done=exit_when_done))
+        return uvloop.run(serve(config, exit_when_done=exit_when_done, quiet=quiet))
     except (ConfigError, DatasetError, LedgerError) as error:
         raise CannotStart(str(error)) from error

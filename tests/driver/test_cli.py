@@ -17,7 +17,10 @@ from typer.testing import CliRunner
 
 from driver import commands_engines
 from driver.cli import _serving, app
+from driver.events import BatchApplied, BatchAssembled, RunEnded, VersionCommitted
+from driver.ledger_db import LedgerDB
 from driver.terminal import Service
+from tests.driver.conftest import ready, register
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "examples/sort_digits/config.yaml"
@@ -194,3 +197,66 @@ def test_up_in_the_background_goes_on_over_what_a_dead_service_left(tmp_path):
 def test_what_is_no_address_is_said_to_be_none_with_the_form_it_should_have(url):
     done = run("status", "--url", url)
     assert done.exit_code != 0 and "write it like http://HOST:PORT" in " ".join(done.output.split())
+
+
+def detached(tmp_path: Path, *settings: str) -> subprocess.CompletedProcess[str]:
+    flags = [part for setting in (f"store.directory={tmp_path}/store", *settings) for part in ("--set", setting)]
+    argv = [sys.executable, "-P", "-m", "driver.cli", "up", str(CONFIG), "-d", *flags]
+    return subprocess.run(argv, capture_output=True, text=True, timeout=60, cwd=tmp_path)
+
+
+@pytest.mark.parametrize("detach", [True, False])
+@pytest.mark.parametrize("setting", ["service.port={port}", "store.capacity_bytes=1152921504606846976"])
+def test_O2_a_refused_start_leaves_no_directory_behind(tmp_path, setting, detach):
+    there = tmp_path / "there"
+    there.mkdir()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        setting = setting.format(port=taken.getsockname()[1])
+        start = detached if detach else up
+        done = start(tmp_path, "service.port=0", f"run_dir={there}/new/run", setting)
+    assert done.returncode == 1 and done.stderr.startswith("error ") and list(there.iterdir()) == [], done.stderr
+    (there / "new").mkdir()
+    assert detached(tmp_path, f"run_dir={there}/new/run", "store.capacity_bytes=1152921504606846976").returncode == 1
+    assert [path.name for path in there.rglob("*")] == ["new"], "and what was there stays"
+
+
+def ended_run(directory: Path) -> None:
+    db = LedgerDB(directory / "ledger.sqlite")
+    ledger = db.load()
+    for event in (
+        register(ledger, n=2),
+        ready(0, 0),
+        ready(0, 1),
+        BatchAssembled(batch_id=0, uids=(0,), plan=b"[]", time=1.0),
+        BatchApplied(batch_id=0, epoch=0, skipped=None, report=b"{}", time=2.0),
+        VersionCommitted(version=1, checkpoint=f"{directory}/checkpoints/1", time=3.0),
+        RunEnded(how="all batches trained"),
+    ):
+        db.write(ledger.apply(event))
+    db.close()
+
+
+def test_up_in_the_background_on_a_run_that_has_ended_says_so_with_its_result_and_how_to_go_on(tmp_path):
+    directory = tmp_path / "run"
+    ended_run(directory)
+    settings = (f"run_dir={directory}", "service.port=0")
+    done = detached(tmp_path, *settings)
+    try:
+        assert done.returncode == 0, done.stderr
+        first, second = done.stdout.splitlines()
+        assert first.startswith(
+            "run sort-digits has ended (all batches trained): 1 batches, 2 trajectories trained, 0 discarded. It can not"
+        )
+        assert f"--set model.path={directory}/checkpoints/1/hf" in first and "--set run_id=NAME" in first
+        assert second.startswith("it is only shown, at http://127.0.0.1:") and " is up " not in done.stdout
+    finally:
+        url = json.loads((directory / "service.json").read_text())["url"]
+        assert run("down", "--url", url).exit_code == 0
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "driver.cli", "up", str(CONFIG), "-d", "--exit-when-done"]
+        + [part for each in (*settings, f"store.directory={tmp_path}/store") for part in ("--set", each)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0 and "run sort-digits has ended (all batches trained)" in done.stdout, done.stderr

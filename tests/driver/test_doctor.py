@@ -77,7 +77,7 @@ def test_O2_up_refuses_what_doctor_finds_missing_before_anything_is_made(monkeyp
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 1024))
     monkeypatch.setattr(up, "Run", lambda _: pytest.fail("a run was made"))
     with pytest.raises(CannotStart, match=r"open files: 1,024 a process, [\d,]+ needed; raise the hard limit \(ulimit -Hn"):
-        asyncio.run(up.serve(config, exit_when_done=True))
+        asyncio.run(up.serve(config, exit_when_done=True, quiet=True))
     assert not (tmp_path / "run").exists()
 
 
