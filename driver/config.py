@@ -18,6 +18,7 @@ import yaml
 from pydantic import ValidationError
 
 from driver.settings import ModelConfig, RunConfig, TrainerConfig
+from driver.words import wrong
 from rollout.sglang.spec import has_cuda_device, located
 from trainer.layout import misfit
 
@@ -215,10 +216,8 @@ def _explain(error: ValidationError) -> str:
             near = difflib.get_close_matches(str(item["loc"][-1]), names, n=1, cutoff=0.5)
             hint = f"did you mean {near[0]!r}?" if near else f"known keys here: {', '.join(sorted(names))}"
             lines.append(f"unknown key {where!r}: {hint}")
-        elif item["type"] == "missing":
-            lines.append(f"{where} is required")
         else:
-            lines.append(f"{where}: {item['msg'].removeprefix('Value error, ')}")
+            lines.append(wrong(item, where))
     return "; ".join(lines)
 
 

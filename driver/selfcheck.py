@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from driver.config import ConfigError, load_config, set_key
+from driver.words import wrong
 from trainer.loss_spec import LossSpec
 
 
@@ -42,4 +43,4 @@ def _problem(error: Any) -> str:
         near = difflib.get_close_matches(str(error["loc"][-1]), LossSpec.model_fields, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}?" if near and len(error["loc"]) == 1 else f"your own function's is written params.{where}"
         return f"unknown key {where!r} of the loss: {hint}"
-    return ": ".join(filter(None, [where, error["msg"].removeprefix("Value error, ")]))
+    return wrong(error, where) if where else str(error["msg"]).removeprefix("Value error, ")

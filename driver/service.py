@@ -34,6 +34,7 @@ from driver.service_limits import add_routes as add_limit_routes
 from driver.service_roles import add_role_routes
 from driver.service_runs import add_routes as add_run_routes
 from driver.service_schema import REFUSALS
+from driver.service_words import in_words, known_parameters
 from driver.settings import SECRETS
 from rollout.address import NotAllowed
 
@@ -63,7 +64,13 @@ class _Metrics:
 def create_app(fleet: Runs, *, token: str | None, loopback: bool, shutdown: Callable[[], None]) -> FastAPI:
     """The app over these runs. `shutdown` asks the process to end in order."""
     runs = fleet.runs
-    app = FastAPI(title="Headrace", version="0.1.0", summary="Asynchronous reinforcement learning of language models", responses=REFUSALS)
+    app = FastAPI(
+        title="Headrace",
+        version="0.1.0",
+        summary="Asynchronous reinforcement learning of language models",
+        responses=REFUSALS,
+        dependencies=[Depends(known_parameters)],
+    )
     registry = CollectorRegistry()
     registry.register(_Metrics(runs))
 
@@ -97,8 +104,7 @@ def create_app(fleet: Runs, *, token: str | None, loopback: bool, shutdown: Call
 
     @app.exception_handler(RequestValidationError)
     async def on_invalid(request: Request, error: RequestValidationError) -> Response:
-        parts = [f"{'.'.join(str(p) for p in e['loc'])}: {e['msg']}" for e in error.errors()]
-        return _error(422, "; ".join(parts))
+        return _error(422, in_words(error, request))
 
     @app.exception_handler(DatasetError)
     @app.exception_handler(FeedError)

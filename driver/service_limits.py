@@ -9,6 +9,7 @@ from driver.config import ConfigError, check_store
 from driver.limits import Limits
 from driver.run import Run
 from driver.settings import BatchConfig, RunConfig, StalenessConfig
+from driver.words import wrong
 
 
 class NewLimits(BaseModel):
@@ -34,8 +35,8 @@ def add_routes(app: FastAPI, run_dep: Any) -> None:
         try:
             check_store(changed(core.config, wanted), core.config.model.path)
         except (ConfigError, ValidationError) as error:
-            text = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
-            raise HTTPException(400, text.removeprefix("Value error, ")) from None
+            first = error.errors()[0] if isinstance(error, ValidationError) else None
+            raise HTTPException(400, str(error) if first is None else wrong(first, ".".join(map(str, first["loc"])) or "this")) from None
         core.change_limits(wanted)
         await core.db.durable()
         samples_now = core.samples_per_batch

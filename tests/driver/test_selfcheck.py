@@ -65,7 +65,7 @@ def test_the_check_is_a_process_of_the_trainer_s_that_the_user_s_folder_does_not
         (["pp0_clip"], "'pp0_clip' is not known: did you mean 'ppo_clip'?"),
         (["ppo_clip", "--set", "clip_lo=1"], "unknown key 'clip_lo' of the loss"),
         (["ppo_clip", "--set", "clip_low"], "write it as key.key=value"),
-        (["ppo_clip", "--set", "clip_low=x"], "clip_low: Input should be a valid number"),
+        (["ppo_clip", "--set", "clip_low=x"], "clip_low is 'x': give a number"),
         (["--config", "absent.yaml"], "there is no configuration file"),
     ],
 )
