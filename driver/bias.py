@@ -18,6 +18,8 @@ from dataclasses import dataclass
 
 import msgspec
 
+from driver.alarms import Alarm
+
 DIMENSIONS = ("length", "task_type", "dataset")
 KEPT_WINDOWS = 32
 KEYS_KEPT = 100  # task types or datasets told apart in a window; the rest are OTHERS
@@ -188,7 +190,7 @@ def _row(window: Window, name: str, cell: Cell) -> Row:
     return Row(name, cell.sampled, cell.trained, cell.filtered, share_sampled, share_trained, z, cell.reward)
 
 
-def judge(window: Window, tolerance: float) -> list[str]:
+def judge(window: Window, tolerance: float) -> list[Alarm]:
     """Where the shares part: by more than `tolerance`, and by more than chance would (CERTAIN, with siblings lost together)."""
     if not window.whole.trained:
         return []
@@ -199,11 +201,13 @@ def judge(window: Window, tolerance: float) -> list[str]:
             row = max(parted, key=lambda r: abs(r.gap))
             reason = max(window.reasons, key=lambda r: window.reasons[r]) if window.reasons else "no reason"
             what = {"length": "answers of", "task_type": "task type", "dataset": "dataset"}[dimension]
-            found.append(
-                f"bias by {dimension.replace('_', ' ')}: {what} {row.name} are {row.share_sampled:.1%} of what was sampled and "
+            name = f"bias by {dimension.replace('_', ' ')}"
+            words = (
+                f"{name}: {what} {row.name} are {row.share_sampled:.1%} of what was sampled and "
                 f"{row.share_trained:.1%} of what was trained in versions {window.first} to {window.last} ({row.z:+.1f} standard "
                 f"deviations); most were lost to: {reason}"
             )
+            found.append(Alarm(name, words, abs(row.gap)))
     return found
 
 
@@ -234,15 +238,16 @@ def rise(before: Window, after: Window) -> Rise | None:
     return Rise(change, by_length, change / error if error > 0 else math.copysign(math.inf, change))
 
 
-def length_alone(before: Window, after: Window) -> str | None:
+def length_alone(before: Window, after: Window) -> Alarm | None:
     """The reward rose, by more than chance, and the lengths' mix explains it: within a length answers are hardly better."""
     found = rise(before, after)
     if found is None or found.rise <= 0 or found.z < CERTAIN or found.by_length < EXPLAINED * found.rise:
         return None
-    return (
+    words = (
         f"reward rose by {found.rise:.3g} from versions {before.first} to {before.last} to {after.first} to {after.last}, and "
         f"{min(1.0, found.by_length / found.rise):.0%} of it is a change of lengths: answers of one length are hardly better than before"
     )
+    return Alarm("a rise of reward by lengths alone", words, found.rise)
 
 
 class Meter:
@@ -301,7 +306,7 @@ class Meter:
             whole.add(window)
         return whole
 
-    def alarms(self, oldest_version: int, tolerance: float) -> list[str]:
+    def alarms(self, oldest_version: int, tolerance: float) -> list[Alarm]:
         """Of the newest closed window, of all that are kept together (a small lasting gap needs many), and of the reward's rise."""
         closed = self.closed(oldest_version)
         if not closed:

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from driver.alarms import Alarm
 from driver.bias import DIMENSIONS, KEPT_WINDOWS, End, Meter, Row, Window, rows
 from driver.core import Core
 from driver.ledger import DISCARDED, Sample, Trajectory, Upsert, kind_of
@@ -23,7 +24,7 @@ class BiasWatch:
         self._tokens_of_cut: dict[str, int] = {}  # how far trajectories were that were cut off, until their sample is over
         saved = [msgspec.json.decode(value, type=Window) for (value,) in core.db.query("SELECT value FROM meta WHERE name LIKE 'bias/%'")]
         self.meter = Meter(core.config.staleness.bias_window_versions, saved)
-        self.alarms: list[str] = []
+        self.alarms: list[Alarm] = []
         self._judged_at: int | None = None
         core.on_over.append(self._over)
 
@@ -85,7 +86,7 @@ class BiasWatch:
             "run_id": self._core.run_id,
             "window_versions": meter.window_versions,
             "tolerance": self._core.config.staleness.bias_tolerance,
-            "alarms": self.alarms,
+            "alarms": [alarm.words for alarm in self.alarms],
             "windows": [_line(window) | {"closed": window.first in over} for window in everything],
             "window": _table(window) if window is not None else None,
             "total": _table(meter.total(everything)) if everything else None,

@@ -8,6 +8,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from driver import observe, observe_data
+from driver.alarms import Said
 from driver.archive import MetricsLog, read_metrics
 from trainer.wire import TrainReport
 
@@ -32,6 +33,7 @@ class History:
         self._gap_of_rows: float | None = max(gaps, default=None)
         self._elapsed_before_s: float = self.recent[-1]["time_s"] if self.recent else 0.0
         self._busy_at = (time.monotonic(), 0.0, 0.0)
+        self._said = Said(log)
 
     def applied(self, batch_id: int, report: TrainReport) -> None:
         """Metrics of one batch, and the stop rule on reward."""
@@ -75,9 +77,7 @@ class History:
             self.recent.pop()
         self.recent.append(line)
         self.metrics.write(line)
-        for alarm in observe.alarms(self._run):
-            if alarm not in self._run.core.alarms.values():  # said when it was raised
-                log.warning("%s", alarm)
+        self._said.look(observe.lasting(self._run))
         stop = self._run.config.stop
         window = [m["reward_mean"] for m in list(self.recent)[-stop.reward_window :]]
         if stop.reward is not None and len(window) == stop.reward_window and sum(window) / len(window) >= stop.reward:

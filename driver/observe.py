@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from driver import engine_facts, observe_data
+from driver.alarms import Alarm
 from driver.events import named
 from driver.ledger import CONSUMED, DISCARDED, EVALUATED, EVALUATION, FINISHED, READY, RUNNING, TRAINED, Trajectory, traj_uid_of
 from driver.why import Engine, Facts, Missing, Straggler, Waiting, explain, sentence
@@ -81,14 +82,18 @@ def _last_evaluation(evaluator: Evaluator) -> dict[str, Any]:
 
 def alarms(run: Run) -> list[str]:
     """What a person should look at, though the run goes on."""
-    found = [why for why in (run.prefixes.failure, run.snapshot.failure) if why is not None]
-    if run.evaluator is not None and run.evaluator.alarm is not None:
-        found.append(run.evaluator.alarm)
-    found += run.core.alarms.values()
-    found += [*run.holds.alarms(), *run.bias.alarms]
+    found = [] if run.evaluator is None or run.evaluator.alarm is None else [run.evaluator.alarm]
+    return [*found, *run.core.alarms.values(), *run.holds.alarms(), *(alarm.words for alarm in lasting(run))]
+
+
+def lasting(run: Run) -> list[Alarm]:
+    """Those that nobody logs when they are raised: `alarms.Said` does."""
+    off = {"the prefix log is off": run.prefixes.failure, "the snapshot of ready rows is behind": run.snapshot.failure}
+    found = [*(Alarm(name, words) for name, words in off.items() if words is not None), *run.bias.alarms]
     skipped = list(itertools.takewhile(lambda batch: batch.get("skipped"), reversed(run.history.recent)))
     if len(skipped) >= ALARM_SKIPPED_BATCHES:
-        found.append(f"the last {len(skipped)} batches trained nothing ({skipped[0]['skipped']}); look at the rewards: headrace show TRAJ")
+        words = f"the last {len(skipped)} batches trained nothing ({skipped[0]['skipped']}); look at the rewards: headrace show TRAJ"
+        found.append(Alarm("batches that train nothing", words, len(skipped)))
     return found
 
 

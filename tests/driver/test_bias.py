@@ -54,7 +54,8 @@ def test_V4_what_was_lost_among_the_long_answers_is_seen():
         ends = [trained(rng.randint(10, 1000)) for _ in range(8)]
         samples.append([lost(e.tokens) if e.tokens is not None and e.tokens > 900 and rng.random() < 0.8 else e for e in ends])
     (alarm,) = judge(window_of(samples), TOLERANCE)
-    assert alarm.startswith("bias by length: answers of") and "most were lost to: partial: 7 of 8" in alarm and "versions 0 to 9" in alarm
+    said = alarm.words
+    assert said.startswith("bias by length: answers of") and "most were lost to: partial: 7 of 8" in said and "versions 0 to 9" in said
 
 
 @pytest.mark.parametrize("whole", [False, True])
@@ -86,7 +87,7 @@ def test_a_task_or_a_dataset_that_is_lost_more_than_others_is_named(dimension):
         ends = [lost(50, "reward: raised") if hard and rng.random() < 0.5 else trained(50) for _ in range(8)]
         meter.add(0, names["task_type"], names["dataset"], ends)
     (alarm,) = judge(meter.windows[0], TOLERANCE)
-    assert f"bias by {dimension.replace('_', ' ')}" in alarm and "reward: raised" in alarm
+    assert f"bias by {dimension.replace('_', ' ')}" in alarm.words and "reward: raised" in alarm.words
 
 
 def test_what_was_filtered_and_what_the_end_cut_off_are_counted_apart():
@@ -119,7 +120,7 @@ def test_a_rise_that_is_only_a_change_of_lengths_is_told():
     rng = random.Random(4)
     before, after = answers(rng, 0.2, 0.3, 0.8), answers(rng, 0.7, 0.3, 0.8)
     told = length_alone(before, after)
-    assert told is not None and "is a change of lengths" in told
+    assert told is not None and "is a change of lengths" in told.words
     found = rise(before, after)
     assert found is not None and found.rise == pytest.approx(0.25, abs=0.03) and found.by_length == pytest.approx(found.rise, abs=0.03)
 
@@ -155,7 +156,7 @@ def test_a_small_gap_that_lasts_is_seen_in_all_windows_together():
             ends = [(lost if rng.random() < (0.15 if i else 0.4) else trained)(rng.randint(10, 99) if i else 1000) for i in range(8)]
             meter.add(version, "t", "d", ends)
     assert judge(meter.closed(150)[-1], TOLERANCE) == [], "of one window it could be chance"
-    assert "versions 0 to 149" in meter.alarms(150, TOLERANCE)[0]
+    assert "versions 0 to 149" in meter.alarms(150, TOLERANCE)[0].words
 
 
 def test_V7_what_is_kept_is_bounded():
@@ -182,7 +183,7 @@ def test_the_command_shows_a_window_as_tables_and_its_alarms(monkeypatch):
     rng = random.Random(8)
     samples = [[lost(900) if rng.random() < 0.6 else trained(900, 1.0), *[trained(20, 0.0)] * 7] for _ in range(300)]
     window = window_of(samples, task="a[b]")
-    facts = {"window": _table(window), "total": None, "window_versions": 10, "alarms": judge(window, TOLERANCE)}
+    facts = {"window": _table(window), "total": None, "window_versions": 10, "alarms": [alarm.words for alarm in judge(window, TOLERANCE)]}
     show(facts, total=False)
     show(facts, total=True)
     text = out.export_text()

@@ -205,7 +205,7 @@ def test_V4_bimodal_lengths_share_trained_is_share_sampled_in_strict_and_the_met
         assert not alarms and total.whole.trained == total.whole.sampled
     else:
         assert total.whole.trained < total.whole.sampled
-        assert alarms and "bias by length" in alarms[0] and preset in alarms[0], alarms
+        assert alarms and "bias by length" in alarms[0].words and preset in alarms[0].words, alarms
 
 
 def test_V7_a_producer_ten_times_faster_than_the_trainer_for_an_hour_is_bounded_and_drops_nothing():
