@@ -29,6 +29,7 @@ from driver.holds import Holds
 from driver.ledger import DISCARDED, TRAINED, Batch, Sample
 from driver.snapshot import Snapshot
 from driver.store_gate import moved
+from driver.why import REPLAY, replaying
 from store import INLINE, Gone, Ref, TensorForm, Unavailable, open_ref
 from trainer.checkpoints import newest
 from trainer.client import TrainerClient, TrainerLost, TrainerRefused
@@ -83,6 +84,7 @@ class Training:
         self._unread = 0  # times in a row that the trainer could not read or write the store though it is there
         self.busy = Busy()
         self.replayed = 0
+        self._replay = range(0)  # batches that were assembled before the trainer came up last
 
     # ---- the trainer comes and goes ------------------------------------------------------------------------------------
 
@@ -127,7 +129,7 @@ class Training:
                     await self._bring_up()
                 await self._mend()
                 if core.ledger.trained_version < core.ledger.next_batch:
-                    await self._train(core.ledger.trained_version)  # assembled before a restart
+                    await self._train(core.ledger.trained_version, again=True)  # assembled before a restart
                     continue
                 if self._over():
                     await self._commit()
@@ -239,7 +241,7 @@ class Training:
         riding = {leaf.row_id: leaf.rollout for t in consumed for leaf in t.leaves if leaf.rollout["location"] == INLINE}
         return decode_plan(plan, self._core.store.location, riding)
 
-    async def _train(self, batch_id: int) -> None:
+    async def _train(self, batch_id: int, *, again: bool = False) -> None:
         """Send one assembled batch, record that it was applied, publish its weights, commit when due."""
         core = self._core
         batch = core.ledger.batches[batch_id]
@@ -250,7 +252,7 @@ class Training:
         trainer = core.config.trainer
         rate = trainer.learning_rate_at(batch_id, core.config.stop.batches)
         critic_rate = trainer.critic.learning_rate * rate / trainer.learning_rate if trainer.critic is not None else 0.0
-        core.waiting("trainer", None)
+        core.waiting("trainer", replaying(batch_id, self._replay, core.ledger.next_batch) if again else None, REPLAY)
         with self.busy.working():
             report = await self._trainer().train(
                 batch_id, core.ledger.epoch, rate, mini_batches, trainer.step_deadline_s, critic_lr=critic_rate
@@ -267,13 +269,11 @@ class Training:
             self._on_applied(batch_id, report)
             self._unread = 0
             await self._snapshot()
-            every = core.config.checkpoint.every
-            if core.ledger.trained_version % every == 0:
+            if core.ledger.trained_version % core.config.checkpoint.every == 0:
                 await self._commit()
 
     async def _snapshot(self) -> None:
-        core = self._core
-        ledger = core.ledger
+        core, ledger = self._core, self._core.ledger
         self._unpublished = True
         reply = await self._trainer().snapshot(ledger.epoch, ledger.trained_version, core.config.push.bucket_bytes, self._canary_ids)
         self._unpublished = False
@@ -397,10 +397,10 @@ class Training:
         log.info("trainer %d holds version %d; the ledger is at %d", incarnation, version, ledger.trained_version)
         await self._reconcile(version, str(checkpoint.path) if checkpoint else None)
         self._lost.clear()
-        replay = range(ledger.trained_version, ledger.next_batch)
-        if replay:
-            log.info("replaying batches %d to %d", replay[0], replay[-1])
-            self.replayed += len(replay)
+        self._replay = range(ledger.trained_version, ledger.next_batch)
+        if self._replay:
+            log.info("replaying batches %d to %d", self._replay[0], self._replay[-1])
+            self.replayed += len(self._replay)
         self._store_epoch, self._rows_in_doubt = store_epoch, False  # what is missing was looked at since
         await self._snapshot()
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from driver.lost_time import FULL
 
 UNDER_WAY = "under way"  # the kind of a push that goes on: every version has one
+REPLAY = "replay"  # the trainer works, and makes nothing new
 SIDES = ("trainer", "reward", "push", "rollout")  # the first of these that waits is the one a person asks about
 
 
@@ -93,7 +94,15 @@ class Because:
 
     @property
     def sentence(self) -> str:
-        return f"{self.side} idle {self.seconds:.1f} s: {self.reason}"
+        return f"{self.side} {'busy' if self.kind == REPLAY else 'idle'} {self.seconds:.1f} s: {self.reason}"
+
+
+def replaying(batch_id: int, replay: range, next_batch: int) -> str | None:
+    """While the trainer makes versions again that it had made before it was lost. `replay`: the batches that it lacked when it came up."""
+    if batch_id not in replay:
+        return None
+    of = min(len(replay), next_batch - replay.start)  # some may have been unmade since
+    return f"replaying batch {batch_id - replay.start + 1} of {of} since checkpoint {replay.start} (batch_id {batch_id})"
 
 
 def explain(facts: Facts) -> list[Because]:

@@ -8,6 +8,7 @@ import asyncio
 import json
 import shutil
 import sqlite3
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -259,3 +260,29 @@ async def test_A2_W1_a_checkpoint_that_the_ledger_knows_nothing_of_is_believed_a
     second.db.close()
     assert second.trainer.trained == [1, 2] and second.archived == list(range(SAMPLES * BATCHES))
     assert second.ledger.counts.by_outcome == {"trained": SAMPLES * BATCHES * N} and second.ledger.epoch == 0
+
+
+async def test_L1_why_tells_how_far_the_replay_is_and_says_nothing_of_it_afterwards(tmp_path):
+    def crash_there(now: str) -> None:
+        if now == "trained" and first.ledger.trained_version == BATCHES - 1:
+            raise Crash
+
+    first = Life(tmp_path, tmp_path / "store", crash_there, every=100)
+    first.register_all()
+    with pytest.raises(Crash):
+        await first.to_the_end()
+    await first.training.abandon()
+    await first.db.durable()
+    first.db.close()
+    said = []
+
+    def look(now: str) -> None:
+        if now == "train":
+            wait = second.core.waits["trainer"]
+            said.append((wait.kind, wait.reason))
+
+    second = Life(tmp_path, tmp_path / "store", look, every=100)
+    await second.to_the_end()
+    assert said == [("replay", f"replaying batch {n + 1} of {BATCHES} since checkpoint 0 (batch_id {n})") for n in range(BATCHES)]
+    assert second.core.lost_time.seconds(time.monotonic())["trainer"]["replay"] >= 0.0
+    second.db.close()

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from driver.lost_time import FULL
-from driver.why import Because, Engine, Facts, Missing, Push, Straggler, Waiting, explain, sentence
+from driver.why import Because, Engine, Facts, Missing, Push, Straggler, Waiting, explain, replaying, sentence
 
 STALENESS = "staleness bound 3: 128 live samples are all that batches 7 to 10 can take"
 NOTHING = "Nothing waits: engines and trainer are both at work."
@@ -86,6 +86,16 @@ def test_L1_each_side_that_waits_has_its_sentence(wait, words):
     facts = Facts((wait,))
     assert sentence(facts).startswith(words)
     assert explain(facts) == [Because(wait.side, wait.kind, wait.reason, 41.0)]
+
+
+def test_L1_a_replay_is_work_that_makes_nothing_new_and_tells_how_far_it_is():
+    words = replaying(12, range(10, 15), 15)
+    assert words == "replaying batch 3 of 5 since checkpoint 10 (batch_id 12)"
+    assert replaying(12, range(10, 15), 13) == "replaying batch 3 of 3 since checkpoint 10 (batch_id 12)", "two of them were unmade"
+    assert replaying(15, range(10, 15), 16) is None and replaying(0, range(0), 1) is None
+    lag = waiting("rollout", "the engines serve version 9, too old for batch 15 with bound 2", "lag")
+    facts = Facts((lag, waiting("trainer", words, "replay")))
+    assert sentence(facts) == f"trainer busy 41.0 s: {words}; rollout: {lag.reason}"
 
 
 def test_L1_the_trainers_sentence_goes_on_with_what_its_upstream_waits_for():
