@@ -184,7 +184,7 @@ def submit(
     url: Url = None,
     run: RunName = None,
     keep_open: Annotated[bool, typer.Option(help="more rows will follow: the run does not end when these are walked")] = False,
-    mapping: Annotated[str | None, typer.Option("--map", help="field mapping: prompt=question,answer=label")] = None,
+    mapping: commands_datasets.Mapping = None,
     key: Annotated[str | None, typer.Option(help="idempotency key: the same key again adds nothing")] = None,
     weight: Annotated[float | None, typer.Option(help="share of the samples against the other datasets' weights; default 1")] = None,
     priority: Annotated[int | None, typer.Option(help="while a dataset of higher priority has rows, it gives all; default 0")] = None,

@@ -13,6 +13,8 @@ from rich.table import Table
 
 from driver.terminal import RunName, Service, Url, fail, out
 
+Mapping = Annotated[list[str] | None, typer.Option("--map", help="field mapping: prompt=question,answer=label")]
+
 
 def datasets(
     url: Url = None,
@@ -33,7 +35,7 @@ def append(
     dataset_id: Annotated[str, typer.Argument(help="an open dataset: headrace datasets lists them")],
     url: Url = None,
     run: RunName = None,
-    mapping: Annotated[str | None, typer.Option("--map", help="field mapping: prompt=question,answer=label")] = None,
+    mapping: Mapping = None,
     key: Annotated[str | None, typer.Option(help="idempotency key: the same key again adds nothing")] = None,
 ) -> None:
     """Append rows to an open dataset, while the run goes on."""
@@ -41,7 +43,8 @@ def append(
         fail(f"there is no file {file}")
     service = Service(url)
     headers = {"content-type": "application/octet-stream"} | ({"idempotency-key": key} if key else {})
-    params = {} if mapping is None else {"mapping": mapping_json(mapping)}
+    given = mapping_json(mapping)
+    params = {} if given is None else {"mapping": given}
     path = f"/v1/runs/{service.run(run)}/datasets/{dataset_id}/rows"
     with file.open("rb") as body:
         reply = service.call("POST", path, params=params, headers=headers, content=body)
@@ -78,12 +81,17 @@ def mix(
     out.print(datasets_table([reply]))
 
 
-def mapping_json(pairs: str | None) -> str | None:
-    """`prompt=question,answer=label` as the service takes it."""
-    if not pairs:
-        return None
-    split = [pair.partition("=") for pair in pairs.split(",")]
-    return json.dumps({target.strip(): field.strip() for target, _, field in split})
+def mapping_json(options: list[str] | None) -> str | None:
+    """`prompt=question,answer=label`, in one option or several, as the service takes it."""
+    mapping: dict[str, str] = {}
+    for pair in (pair for option in options or () for pair in option.split(",")):
+        target, field = (part.strip() for part in (pair.partition("=")[0], pair.partition("=")[2]))
+        if not target or not field:
+            fail(f"--map {pair!r}: write it as TARGET=FIELD, such as prompt=question", 2)
+        if target in mapping:
+            fail(f"--map names {target} twice, as {mapping[target]!r} and as {field!r}: leave one", 2)
+        mapping[target] = field
+    return json.dumps(mapping) if mapping else None
 
 
 def datasets_table(datasets: list[dict[str, Any]]) -> Table:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 import typer
-import yaml
 from rich.table import Table
 
+from driver.config import ConfigError, read_override
 from driver.terminal import Service, Sets, Url, fail, out
 
 COLUMNS = ("run_id", "state", "batches", "trained_version", "reward_mean", "in_flight")
@@ -36,10 +36,11 @@ def begin(
     service = Service(url)
     changes: dict[str, Any] = {}
     for override in overrides or []:
-        key, separator, text = override.partition("=")
-        if not separator or not key:
-            fail(f"--set {override!r}: write it as key.key=value")
-        changes[key] = yaml.safe_load(text)
+        try:
+            key, value = read_override(override)
+        except ConfigError as error:
+            fail(str(error), 2)
+        changes[key] = value
     body = {
         "run_id": run_id,
         "from": service.run(origin),

@@ -23,6 +23,21 @@ from rollout.sglang.spec import has_cuda_device, located
 from trainer.layout import misfit
 
 
+class _Once(yaml.SafeLoader):
+    """YAML lets a key that is written twice win the second time: here it is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: dict[Any, int] = {}
+        for key_node, _ in node.value:
+            key, line = (key_node.tag, key_node.value), key_node.start_mark.line + 1
+            if isinstance(key_node, yaml.ScalarNode) and key in seen:
+                problem = f"{key_node.value!r} is written twice, in lines {seen[key]} and {line}: leave one"
+                raise yaml.constructor.ConstructorError(None, None, problem)
+            if isinstance(key_node, yaml.ScalarNode):
+                seen[key] = line
+        return super().construct_mapping(node, deep)
+
+
 class ConfigError(ValueError):
     """A sentence for the user: what is wrong, where, and what to do."""
 
@@ -33,7 +48,9 @@ def load_config(path: str | os.PathLike[str], overrides: list[str] | None = None
     if not file.is_file():
         raise ConfigError(f"there is no configuration file {file}")
     try:
-        raw = yaml.safe_load(file.read_text(encoding="utf-8"))
+        raw = yaml.load(file.read_text(encoding="utf-8"), _Once)
+    except yaml.constructor.ConstructorError as error:
+        raise ConfigError(f"{file}: {error.problem}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file} is not YAML: {error}") from error
     if not isinstance(raw, dict):
@@ -58,9 +75,7 @@ def parse_config(raw: dict[str, Any], base: Path) -> RunConfig:
 
 def set_key(raw: dict[str, Any], override: str) -> None:
     """`override` is `dotted.key=YAML value`. Raises ConfigError."""
-    dotted, separator, text = override.partition("=")
-    if not separator or not dotted:
-        raise ConfigError(f"--set {override!r}: write it as key.key=value")
+    dotted, value = read_override(override)
     node = raw
     *parents, leaf = dotted.split(".")
     for parent in parents:
@@ -68,7 +83,19 @@ def set_key(raw: dict[str, Any], override: str) -> None:
         if not isinstance(child, dict):
             raise ConfigError(f"--set {override!r}: {parent} is not a section")
         node = child
-    node[leaf] = yaml.safe_load(text)
+    node[leaf] = value
+
+
+def read_override(override: str) -> tuple[str, Any]:
+    """The dotted key and the value. Raises ConfigError."""
+    dotted, separator, text = override.partition("=")
+    if not separator or not dotted:
+        raise ConfigError(f"--set {override!r}: write it as key.key=value")
+    try:
+        return dotted, yaml.load(text, _Once)
+    except yaml.YAMLError as error:
+        what = getattr(error, "problem", None) or "it can not be read"
+        raise ConfigError(f"--set {override!r}: what stands behind = is not YAML: {what}; quote it") from None
 
 
 def _check_files(config: RunConfig, base: Path) -> RunConfig:

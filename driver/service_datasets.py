@@ -233,11 +233,18 @@ async def _add(
     return Submitted(dataset_id=found, rows_added=added, rows=dataset.rows, closed=dataset.closed, created=created)
 
 
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    for number, (target, _) in enumerate(pairs):
+        if target in dict(pairs[:number]):
+            raise DatasetError(f"mapping names {target!r} twice; leave one")
+    return dict(pairs)
+
+
 def _mapping(text: str | None) -> dict[str, str | None] | None:
     if text is None:
         return None
     try:
-        value = json.loads(text)
+        value = json.loads(text, object_pairs_hook=_once)
     except json.JSONDecodeError as error:
         raise DatasetError(f'mapping is not JSON ({error.msg}); write it like {{"prompt": "question"}}') from None
     if not isinstance(value, dict) or not all(isinstance(v, str | None) for v in value.values()):

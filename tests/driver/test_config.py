@@ -267,3 +267,18 @@ def test_a_role_of_the_users_is_printed_as_it_was_written_and_a_misspelled_key_o
     ):
         with pytest.raises(ConfigError, match=re.escape(words)):
             load_config(ROOT / "examples/sort_digits/config.yaml", [f"roles={broken}"])
+
+
+def test_O1_a_key_that_is_written_twice_is_an_error_with_both_lines(tmp_path):
+    path = write(tmp_path)
+    path.write_text(path.read_text() + "seed: 1\nseed: 2\n")
+    with pytest.raises(ConfigError, match=r"'seed' is written twice, in lines \d+ and \d+: leave one"):
+        load_config(path)
+    with pytest.raises(ConfigError, match=r"--set 'data=.*'prompt' is written twice"):
+        load_config(write(tmp_path), ["data={path: a, mapping: {prompt: a, prompt: b}}"])
+
+
+@pytest.mark.parametrize("override", ["batch.samples=[1", "run_id={", "run_id=a: b: c", "run_id=!x 5"])
+def test_O1_what_is_no_yaml_behind_set_is_said_with_the_option(tmp_path, override):
+    with pytest.raises(ConfigError, match=r"^--set .*what stands behind = is not YAML"):
+        load_config(write(tmp_path), [override])

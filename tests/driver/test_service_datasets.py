@@ -17,12 +17,13 @@ from typer.testing import CliRunner
 
 from driver import submits
 from driver.cli import app as cli
-from driver.commands_datasets import changes_table, datasets_table
+from driver.commands_datasets import changes_table, datasets_table, mapping_json
 from driver.core import Core
 from driver.feed import Feed
 from driver.mix import Change, FeedError
 from driver.service import create_app
 from driver.settings_data import DataConfig
+from driver.terminal import Service
 from tests.driver.feeding import Lab
 
 
@@ -287,3 +288,37 @@ async def test_O4_a_bad_second_file_leaves_the_first_and_is_named(tmp_path):
             await submits.add(run.core, tmp_path / "a.jsonl", dataset_id=None, name="x", share=Change(-1.0))
     finally:
         lab.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["prompt=a,answer=b,prompt=c"], "--map names prompt twice, as 'a' and as 'c': leave one"),
+        (["prompt=a,answer=b", "prompt=c"], "--map names prompt twice, as 'a' and as 'c': leave one"),
+        (["prompt=a", "answer"], "--map 'answer': write it as TARGET=FIELD"),
+        (["=a"], "write it as TARGET=FIELD"),
+    ],
+)
+@pytest.mark.parametrize("command", [["submit"], ["append"]])
+def test_O1_a_target_that_is_mapped_twice_is_refused_before_anything_is_sent(tmp_path, monkeypatch, command, options, words):
+    file = tmp_path / "a.jsonl"
+    file.write_text("{}\n")
+    monkeypatch.setattr(Service, "call", lambda *_, **__: pytest.fail("something was sent"))
+    more = ["d000000"] if command == ["append"] else []
+    flags = [part for option in options for part in ("--map", option)]
+    done = CliRunner().invoke(cli, [*command, str(file), *more, *flags, "--url", "http://x", "--run", "r"], env={"COLUMNS": "200"})
+    assert done.exit_code == 2 and words in " ".join((done.output + done.stderr).split())
+
+
+async def test_O1_a_mapping_over_rest_that_names_a_target_twice_is_refused(rest):
+    said = await rest.refused("POST", content=body("a"), params={"mapping": '{"prompt": "a", "answer": "b", "prompt": "c"}'})
+    assert "mapping names 'prompt' twice; leave one" in said
+
+
+def test_maps_of_several_options_are_one_mapping():
+    assert json.loads(mapping_json(["prompt=question, answer=label", "id=nr"]) or "") == {
+        "prompt": "question",
+        "answer": "label",
+        "id": "nr",
+    }
+    assert mapping_json(None) is None and mapping_json([]) is None
