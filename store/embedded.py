@@ -29,6 +29,7 @@ from store import files, parking
 from store.account import Account, Balance
 from store.base import Damaged, Exists, Full, Gone, Lease, Ref, StoreError, StoreStats, Unavailable, Value
 from store.format import PAGE_BYTES, aligned, encode, lease_over, quoted, read_table
+from store.kept import Kept
 from store.places import check_private, check_room
 from store.spare import Spares
 
@@ -47,6 +48,7 @@ class EmbeddedStore:
         self._root = Path(os.path.abspath(root))
         self._objects, self._temp, self._freed = (self._root / name for name in ("objects", "temp", "freed"))
         self._spares = Spares(self._root / "spare")
+        self._kept = Kept()
         self._account = Account(self._root / "account", self._count_bytes)
         self._owner: int | None = None
         files.raise_file_limit()
@@ -175,8 +177,12 @@ class EmbeddedStore:
 
     def close(self) -> None:
         """Nothing is kept open but what views hold."""
+        self._kept.close()
 
     def remove(self) -> None:
+        self._kept.close()
+        if self._spares.directory.exists():
+            self._spares.shrink()
         for directory in self._directories:
             for path in directory.iterdir() if directory.exists() else ():
                 path.unlink(missing_ok=True)
@@ -228,9 +234,12 @@ class EmbeddedStore:
     def _publish(self, key: str, target: Path, pieces: list[tuple[int, memoryview]], length_bytes: int) -> Ref:
         size_bytes = aligned(length_bytes, PAGE_BYTES)
         temp = self._temp / uuid.uuid4().hex
-        handle = self._reserve(key, target, temp, length_bytes, size_bytes)
+        handle, used_before = self._reserve(key, target, temp, length_bytes, size_bytes)
         try:
-            files.write_pieces(handle, pieces)
+            if used_before:
+                self._kept.write(handle, temp, pieces, length_bytes)
+            else:
+                files.write_pieces(handle, pieces)
             os.link(temp, target)
             temp.unlink()
         except OSError as error:
@@ -240,27 +249,27 @@ class EmbeddedStore:
             os.close(handle)  # a temporary file left behind is nobody's from here on, and goes with the next collection
         return Ref(key, size_bytes, self.location)
 
-    def _reserve(self, key: str, target: Path, temp: Path, length_bytes: int, size_bytes: int) -> int:
-        """A handle on a new temporary file whose bytes are counted and present. Raises Exists, Full, Unavailable."""
+    def _reserve(self, key: str, target: Path, temp: Path, length_bytes: int, size_bytes: int) -> tuple[int, bool]:
+        """A handle on a temporary file, its bytes counted and present, and whether they were before. Raises Exists, Full, Unavailable."""
         with self._account.locked() as balance:
             refusal: StoreError | None = self._refusal(key, target, size_bytes, balance)
             if refusal is None:
                 try:
-                    handle = self._filled(temp, length_bytes)
+                    filled = self._filled(temp, length_bytes)
                     balance.used_bytes += size_bytes
                     self._spares.make_room(balance.used_bytes, balance.capacity_bytes)
-                    return handle
+                    return filled
                 except OSError as error:
                     refusal = files.refused(key, self._root, error)
         raise refusal
 
-    def _filled(self, temp: Path, length_bytes: int) -> int:
+    def _filled(self, temp: Path, length_bytes: int) -> tuple[int, bool]:
         try:
             handle = self._spares.take(temp, length_bytes)
-            return files.create_filled(temp, length_bytes) if handle is None else handle
+            return (files.create_filled(temp, length_bytes), False) if handle is None else (handle, True)
         except OSError:
             self._spares.shrink()  # on a full file system the spare pages are needed
-            return files.create_filled(temp, length_bytes)
+            return files.create_filled(temp, length_bytes), False
 
     def _refusal(self, key: str, target: Path, size_bytes: int, balance: Balance) -> StoreError | None:
         if target.exists():
@@ -292,9 +301,9 @@ class EmbeddedStore:
             # A writer that died between link and unlink leaves a second name; the bytes stay with the first.
             if facts.st_nlink == 1:
                 balance.used_bytes -= aligned(facts.st_size, PAGE_BYTES)
-                if self._spares.keep(path, facts.st_size, balance.capacity_bytes):
-                    return True
-            path.unlink(missing_ok=True)
+                self._spares.receive(path, facts.st_size, balance.capacity_bytes)
+            else:
+                path.unlink(missing_ok=True)
             return True
         except BlockingIOError:
             return False

@@ -15,8 +15,8 @@ from store.base import Full, Unavailable
 FILES_WANTED = 65_536
 ENLARGE = "enlarge it (Docker: --shm-size), take a roomier store.directory, or lower store.capacity_bytes"
 _PIECE_BYTES = 4 << 20
-_ALONE_BYTES = 16 << 20  # below this a second thread costs more than it brings
-_THREADS = min(4, len(os.sched_getaffinity(0)))
+ALONE_BYTES = 16 << 20  # below this a second thread costs more than it brings
+THREADS = min(4, len(os.sched_getaffinity(0)))
 
 
 def create_filled(path: Path, length_bytes: int) -> int:
@@ -36,16 +36,16 @@ def create_filled(path: Path, length_bytes: int) -> int:
 
 def write_pieces(handle: int, pieces: Sequence[tuple[int, memoryview]]) -> None:
     """Each piece at its offset, whole; a large object by several threads, for the kernel copies without Python's lock. Raises OSError."""
-    if sum(len(piece) for _, piece in pieces) < _ALONE_BYTES:
+    if sum(len(piece) for _, piece in pieces) < ALONE_BYTES:
         for offset, piece in pieces:
             write_all(handle, piece, offset)
         return
-    with ThreadPoolExecutor(_THREADS) as threads:
-        for _ in threads.map(lambda part: write_all(handle, part[1], part[0]), _cut(pieces)):
+    with ThreadPoolExecutor(THREADS) as threads:
+        for _ in threads.map(lambda part: write_all(handle, part[1], part[0]), cut(pieces)):
             pass
 
 
-def _cut(pieces: Sequence[tuple[int, memoryview]]) -> Iterator[tuple[int, memoryview]]:
+def cut(pieces: Sequence[tuple[int, memoryview]]) -> Iterator[tuple[int, memoryview]]:
     for offset, piece in pieces:
         for start in range(0, len(piece), _PIECE_BYTES):
             yield offset + start, piece[start : start + _PIECE_BYTES]

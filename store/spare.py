@@ -12,6 +12,7 @@ Every method is called with the account's lock held.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import uuid
@@ -28,12 +29,14 @@ class Spares:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
-    def keep(self, path: Path, length_bytes: int, capacity_bytes: int) -> bool:
-        """Whether the file is here now. The caller holds its exclusive lock and knows that it has one name."""
-        if length_bytes < LEAST_BYTES or self.size_bytes() + aligned(length_bytes, PAGE_BYTES) > capacity_bytes // _SHARE:
-            return False
-        path.rename(self.directory / uuid.uuid4().hex)
-        return True
+    def receive(self, path: Path, length_bytes: int, capacity_bytes: int) -> None:
+        """Keep the file, or take it away. The caller holds its exclusive lock and knows that it has one name."""
+        if length_bytes < LEAST_BYTES:
+            path.unlink(missing_ok=True)
+        elif self.size_bytes() + aligned(length_bytes, PAGE_BYTES) > capacity_bytes // _SHARE:
+            _give_up(path)
+        else:
+            path.rename(self.directory / uuid.uuid4().hex)
 
     def take(self, path: Path, length_bytes: int) -> int | None:
         """A handle on a file of that length, its pages there, moved to `path` and locked by its writer; None when none fits. OSError."""
@@ -48,8 +51,10 @@ class Spares:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # nobody else has it; in doubt it is left
             fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
             spare.rename(path)
+            there_bytes = os.fstat(handle).st_size  # a look at each page again would take a third of the time that writing them takes
             os.ftruncate(handle, length_bytes)
-            os.posix_fallocate(handle, 0, length_bytes)
+            if length_bytes > there_bytes:
+                os.posix_fallocate(handle, there_bytes, length_bytes - there_bytes)
             return handle
         except BlockingIOError:
             os.close(handle)
@@ -70,7 +75,7 @@ class Spares:
         for size, path in files:
             if left <= most_bytes:
                 return
-            path.unlink(missing_ok=True)
+            _give_up(path)
             left -= size
 
     def size_bytes(self) -> int:
@@ -79,3 +84,10 @@ class Spares:
     def _files(self) -> list[tuple[int, Path]]:
         with os.scandir(self.directory) as found:
             return [(aligned(item.stat(follow_symlinks=False).st_size, PAGE_BYTES), Path(item.path)) for item in found]
+
+
+def _give_up(path: Path) -> None:
+    """A file that nobody reads. Its pages go at once, though a writer may still have them mapped (store/kept.py)."""
+    with contextlib.suppress(FileNotFoundError):
+        os.truncate(path, 0)
+        path.unlink()

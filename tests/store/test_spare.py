@@ -177,12 +177,12 @@ def test_a_writer_killed_while_it_writes_into_a_recycled_file_leaves_no_object(s
 import sys, time
 from pathlib import Path
 import numpy as np
-import store.files
+import store.kept
 from store import EmbeddedStore
 def stop(*_):
     print("there", flush=True)
     time.sleep(600)
-store.files.write_all = stop
+store.kept.copy = stop
 EmbeddedStore(Path(sys.argv[1])).put("k", {"a": np.full(2 << 20, 7, np.uint8)})
 """
     store.free([store.put("before", large(1))])
@@ -218,3 +218,56 @@ def test_a_copy_of_an_object_is_made_under_a_lease(store: EmbeddedStore, monkeyp
     monkeypatch.setattr("builtins.open", looking)
     assert len(store.encoded(ref)) > LARGE
     assert held == [True]
+
+
+def mappings_of(root: Path) -> list[str]:
+    """Permissions of what this process has mapped of the store's files."""
+    return [line.split()[1] for line in Path("/proc/self/maps").read_text().splitlines() if f"{root}/" in line]
+
+
+@pytest.mark.parametrize("length", [LARGE, 20 << 20], ids=["by one thread", "by several"])
+def test_what_is_written_through_a_kept_mapping_is_whole_and_the_mapping_is_no_lease(root: Path, length: int) -> None:
+    store = EmbeddedStore(root, 96 << 20)
+    drawn = np.random.default_rng(0)
+    store.free([store.put("first", large(1, length))])
+    for turn, size in enumerate([length, length - 70_001, length + 5_000, length // 2, length]):
+        columns = {"a": drawn.integers(0, 256, size, np.uint8), "b": drawn.standard_normal(1000)}
+        ref = store.put(f"k{turn}", columns)
+        assert mappings_of(root) == ["rw-s"], "the writer's, one for all of them"
+        with store.open(ref) as lease:
+            assert (lease["a"] == columns["a"]).all() and (lease["b"] == columns["b"]).all()
+        store.free([ref])
+        assert store.stats().pending_frees == 0 and len(spare(root)) == 1, "a writer's mapping is no lease"
+    store.remove()
+
+
+def test_B2_a_spare_file_that_is_given_up_keeps_no_memory_though_its_writer_has_it_mapped(store: EmbeddedStore, root: Path) -> None:
+    for value in range(3):
+        store.free([store.put("k", large(value))])
+    assert mappings_of(root) == ["rw-s"]
+    EmbeddedStore(root, 64 << 20)  # its owner starts anew
+    found = [os.stat(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd") if f"{root}/" in _target(name)]
+    assert [(facts.st_nlink, facts.st_blocks) for facts in found] in ([(0, 0)], [(0, 0), (0, 0)])
+    for value in (7, 8):
+        ref = store.put("k", large(value))
+        assert (store.open(ref)["a"] == value).all()
+        store.free([ref])
+    assert mappings_of(root) == ["rw-s"], "of the file that is gone nothing is left"
+    store.close()
+    assert mappings_of(root) == []
+
+
+def _target(name: str) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{name}")
+    except FileNotFoundError:
+        return ""
+
+
+def test_O2_what_a_recycled_file_grows_by_is_there_before_it_is_written(store: EmbeddedStore, root: Path) -> None:
+    """A page that is missing when a full file system is written to through a mapping ends the process."""
+    store.free([store.put("k", large(1))])
+    with store._account.locked():
+        handle = store._spares.take(root / "temp" / "grown", 2 * LARGE)
+    assert handle is not None and os.fstat(handle).st_blocks * 512 >= 2 * LARGE
+    os.close(handle)

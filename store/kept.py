@@ -1,0 +1,88 @@
+"""Mappings of the large files that this process writes, kept for the next objects in the same files.
+
+To write through a mapping whose pages have been touched is a plain copy; a system call for each few pages, or a fault for each, costs more
+than the bytes do. A mapping is seen by `write` alone, which is called for a file that is its caller's, before it is published. It holds no
+lock, so it is no lease; and whoever gives a spare file up truncates it, so it keeps no memory either.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from store.files import ALONE_BYTES, THREADS, cut
+
+
+@dataclass
+class _Mapped:
+    handle: int  # an open file of its own, so that no lock of another handle lives as long as the mapping
+    mapping: mmap.mmap
+
+    @classmethod
+    def of(cls, path: Path, length_bytes: int) -> _Mapped:
+        handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            return cls(handle, mmap.mmap(handle, length_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE))
+        except BaseException:
+            os.close(handle)
+            raise
+
+    def close(self) -> None:
+        self.mapping.close()
+        os.close(self.handle)
+
+
+class Kept:
+    """Of one process; several threads may write, each into a file of its own."""
+
+    def __init__(self) -> None:
+        self._mapped: dict[int, _Mapped] = {}
+
+    def write(self, handle: int, path: Path, pieces: Sequence[tuple[int, memoryview]], length_bytes: int) -> None:
+        """Each piece at its offset into a file of that length that is this writer's, and whose pages are there. Raises OSError."""
+        inode = os.fstat(handle).st_ino
+        mapped = self._mapped.pop(inode, None)
+        self._prune()
+        if mapped is not None and len(mapped.mapping) < length_bytes:
+            mapped.close()
+            mapped = None
+        if mapped is None:
+            mapped = _Mapped.of(path, length_bytes)
+        try:
+            _copy_pieces(mapped.mapping, pieces)
+        except BaseException:
+            mapped.close()
+            raise
+        self._mapped[inode] = mapped
+
+    def close(self) -> None:
+        while self._mapped:
+            self._mapped.popitem()[1].close()
+
+    def _prune(self) -> None:
+        """Of files that are gone."""
+        for inode, mapped in list(self._mapped.items()):
+            if os.fstat(mapped.handle).st_nlink == 0 and self._mapped.pop(inode, None) is not None:
+                mapped.close()
+
+
+def _copy_pieces(mapping: mmap.mmap, pieces: Sequence[tuple[int, memoryview]]) -> None:
+    """A large object by several threads, for numpy copies without Python's lock."""
+    target = np.frombuffer(mapping, np.uint8)
+    if sum(len(piece) for _, piece in pieces) < ALONE_BYTES:
+        for offset, piece in pieces:
+            copy(target, offset, piece)
+        return
+    with ThreadPoolExecutor(THREADS) as threads:
+        for _ in threads.map(lambda part: copy(target, *part), cut(pieces)):
+            pass
+
+
+def copy(target: np.ndarray, offset: int, piece: memoryview) -> None:
+    np.copyto(target[offset : offset + len(piece)], np.frombuffer(piece, np.uint8))
