@@ -42,9 +42,11 @@ SETTINGS = (
     "checkpoint.keep_last=1",
     "trainer.schedule=constant",
     "stop.batches=null",
+    "rollout.max_running_requests=8",  # a push lets go of the KV cache: of 128 requests, 33 MB that come and go would hide what grows
 )
 PACED = ("--paced", "1000", "--paced-pushes", "--paced-lengths")
 ROWS = "".join(json.dumps({"prompt": f"sort {n} =", "answer": str(n)}) + "\n" for n in range(100, 160))
+STRAGGLERS = [{"fault": "slow", "call": "/generate", "after": after, "times": 1, "seconds": 0.2} for after in range(5, 5000, 7)]
 REASONS = {"filtered", "data", "partial"}
 GROWTH_BYTES, GROWTH_OF_A_BATCH = 4 << 20, 3 << 10
 
@@ -55,7 +57,10 @@ def begun(tmp_path: Path, *settings: str, scripted: bool) -> ServiceUnderTest:
     (tmp_path / "lengths.txt").write_text("\n".join(map(str, [3, 5, 8, 4, 6, 300])))  # some would take a third of a second
     scorers = json.dumps({"*": {"function": f"{tmp_path}/reward.py:score"}})
     made = [*SETTINGS, f"reward.scorers={scorers}", f"evaluation.data={tmp_path}/heldout.jsonl"]
-    if scripted:
+    if not scripted:
+        (tmp_path / "stragglers.json").write_text(json.dumps(STRAGGLERS))
+        made.append(f"rollout.engine_args={json.dumps(['--faults', str(tmp_path / 'stragglers.json')])}")
+    else:
         made += [
             f"rollout.engine_args={json.dumps([*PACED, str(tmp_path / 'lengths.txt')])}",
             "rollout.sampling.max_new_tokens=180",
@@ -97,12 +102,12 @@ def strays(service: ServiceUnderTest) -> set[str]:
 
 
 def resident(service: ServiceUnderTest) -> dict[str, int]:
-    """By role: bytes of its processes, with their children."""
-    assert service.process is not None
-    found = {"driver": psutil.Process(service.process.pid).memory_info().rss}
+    """By role: bytes of its processes, with their children; all others are the driver's children."""
+    found: dict[str, int] = {}
     for process in service.run("/processes"):
         top = psutil.Process(process["pid"])
-        found[process["role"]] = sum(each.memory_info().rss for each in (top, *top.children(recursive=True)))
+        children = [] if process["role"] == "driver" else top.children(recursive=True)
+        found[process["role"]] = sum(each.memory_info().rss for each in (top, *children))
     return found
 
 
