@@ -5,7 +5,9 @@ second, whose parts know each other. Left to itself it looks at everything that 
 was half of the process's time with 4,096 open requests) or, with a high threshold, seldom and then for a second or two, for it counts what
 is born less what dies, and what lives on grows meanwhile (benchmarks/README.md). So it is asked by the clock:
 
-    every YOUNG_S           what was born since: little, and a cycle seldom lives so long
+    every YOUNG_S           what was born since: little, and a cycle seldom lives so long. Where a thousand end a second it is all that is
+                            in flight, up to 100 ms, of which hundredths of a percent are to be freed; then as seldom as SHARE asks, and
+                            what the looks would have been at is mostly gone by itself
     memory grown by OLD     everything but what was there before the first request: a stop of the loop, when what is not seen adds up
 """
 
@@ -20,6 +22,8 @@ from collections.abc import Callable
 import psutil
 
 YOUNG_S = 0.2
+YOUNG_MOST_S = 5.0
+SHARE = 0.02  # of the thread's time, for looks at what was born
 BURST = 1_000_000  # containers more than at the last look: collected without being asked, should the loop not come to it
 NEVER = 1_000_000_000
 OLD = 1.25  # times the memory after the last look at everything, or when the run had its size
@@ -43,15 +47,21 @@ def _memory_bytes() -> int:
 class Collector:
     """What to look at now."""
 
-    def __init__(self, now: float, memory_bytes: Callable[[], int] = _memory_bytes) -> None:
-        self._memory_bytes = memory_bytes
+    def __init__(self, now: float, memory_bytes: Callable[[], int] = _memory_bytes, cpu_s: Callable[[], float] = time.thread_time) -> None:
+        self._memory_bytes, self._cpu_s = memory_bytes, cpu_s
         self._looked_at = now
         self._after: int | None = None
 
-    def look(self, now: float) -> None:
+    def look(self, now: float) -> float:
+        """Seconds until the next."""
+        began = self._cpu_s()
         if now - self._looked_at < OLD_S:
             gc.collect(0)
-            return
+        else:
+            self._look_further(now)
+        return min(YOUNG_MOST_S, max(YOUNG_S, (self._cpu_s() - began) / SHARE))
+
+    def _look_further(self, now: float) -> None:
         self._looked_at = now
         if self._after is not None and self._memory_bytes() > OLD * self._after:
             gc.collect()
@@ -65,6 +75,7 @@ class Collector:
 async def collect() -> None:
     """Consumes nothing; waits for the clock. Ends never: its owner cancels it."""
     collector = Collector(time.monotonic())
+    wait_s = YOUNG_S
     while True:
-        await asyncio.sleep(YOUNG_S)
-        collector.look(time.monotonic())
+        await asyncio.sleep(wait_s)
+        wait_s = collector.look(time.monotonic())

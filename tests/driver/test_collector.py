@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from driver.collector import OLD, OLD_S, YOUNG_S, Collector
+from driver.collector import OLD, OLD_S, YOUNG_MOST_S, YOUNG_S, Collector
 
 COUNT = """
 import gc, sys
@@ -62,6 +62,13 @@ def test_O3_a_look_is_at_what_was_born_since_the_last_and_frees_what_died_in_a_c
         collector.look(number * YOUNG_S)
         assert looked.freed >= number
     assert looked.at == [0, 0, 0], "never at what lives on"
+
+
+def test_O3_looks_that_take_long_come_seldom(looked):
+    clock = iter([0.0, 0.001, 1.0, 1.04, 2.0, 3.0])
+    collector = Collector(0.0, lambda: pytest.fail("nobody asks for the memory so soon"), lambda: next(clock))
+    assert [round(collector.look(1.0), 6) for _ in range(3)] == [YOUNG_S, 2.0, YOUNG_MOST_S]
+    assert looked.at == [0, 0, 0]
 
 
 def test_O3_everything_is_looked_at_when_the_memory_has_grown(looked):
