@@ -31,7 +31,7 @@ from store.base import Damaged, Exists, Full, Gone, Lease, Ref, StoreError, Stor
 from store.format import PAGE_BYTES, aligned, encode, lease_over, quoted, read_table
 from store.kept import Kept
 from store.places import check_private, check_room
-from store.spare import Spares
+from store.spare import LEAST_BYTES, Spares
 
 SCHEME = "tmpfs:"
 FREED_AT_ONCE = 64  # while the account is locked, and nobody can put: one or two milliseconds
@@ -234,12 +234,12 @@ class EmbeddedStore:
     def _publish(self, key: str, target: Path, pieces: list[tuple[int, memoryview]], length_bytes: int) -> Ref:
         size_bytes = aligned(length_bytes, PAGE_BYTES)
         temp = self._temp / uuid.uuid4().hex
-        handle, used_before = self._reserve(key, target, temp, length_bytes, size_bytes)
+        handle = self._reserve(key, target, temp, length_bytes, size_bytes)
         try:
-            if used_before:
-                self._kept.write(handle, temp, pieces, length_bytes)
-            else:
+            if length_bytes < LEAST_BYTES:
                 files.write_pieces(handle, pieces)
+            else:
+                self._kept.write(handle, temp, pieces, length_bytes)
             os.link(temp, target)
             temp.unlink()
         except OSError as error:
@@ -249,27 +249,27 @@ class EmbeddedStore:
             os.close(handle)  # a temporary file left behind is nobody's from here on, and goes with the next collection
         return Ref(key, size_bytes, self.location)
 
-    def _reserve(self, key: str, target: Path, temp: Path, length_bytes: int, size_bytes: int) -> tuple[int, bool]:
-        """A handle on a temporary file, its bytes counted and present, and whether they were before. Raises Exists, Full, Unavailable."""
+    def _reserve(self, key: str, target: Path, temp: Path, length_bytes: int, size_bytes: int) -> int:
+        """A handle on a temporary file whose bytes are counted and present. Raises Exists, Full, Unavailable."""
         with self._account.locked() as balance:
             refusal: StoreError | None = self._refusal(key, target, size_bytes, balance)
             if refusal is None:
                 try:
-                    filled = self._filled(temp, length_bytes)
+                    handle = self._filled(temp, length_bytes)
                     balance.used_bytes += size_bytes
                     self._spares.make_room(balance.used_bytes, balance.capacity_bytes)
-                    return filled
+                    return handle
                 except OSError as error:
                     refusal = files.refused(key, self._root, error)
         raise refusal
 
-    def _filled(self, temp: Path, length_bytes: int) -> tuple[int, bool]:
+    def _filled(self, temp: Path, length_bytes: int) -> int:
         try:
             handle = self._spares.take(temp, length_bytes)
-            return (files.create_filled(temp, length_bytes), False) if handle is None else (handle, True)
+            return files.create_filled(temp, length_bytes) if handle is None else handle
         except OSError:
             self._spares.shrink()  # on a full file system the spare pages are needed
-            return files.create_filled(temp, length_bytes), False
+            return files.create_filled(temp, length_bytes)
 
     def _refusal(self, key: str, target: Path, size_bytes: int, balance: Balance) -> StoreError | None:
         if target.exists():

@@ -6,17 +6,13 @@ import errno
 import fcntl
 import os
 import resource
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from pathlib import Path
 
 from store.base import Full, Unavailable
 
 FILES_WANTED = 65_536
 ENLARGE = "enlarge it (Docker: --shm-size), take a roomier store.directory, or lower store.capacity_bytes"
-_PIECE_BYTES = 4 << 20
-ALONE_BYTES = 16 << 20  # below this a second thread costs more than it brings
-THREADS = min(4, len(os.sched_getaffinity(0)))
 
 
 def create_filled(path: Path, length_bytes: int) -> int:
@@ -35,20 +31,9 @@ def create_filled(path: Path, length_bytes: int) -> int:
 
 
 def write_pieces(handle: int, pieces: Sequence[tuple[int, memoryview]]) -> None:
-    """Each piece at its offset, whole; a large object by several threads, for the kernel copies without Python's lock. Raises OSError."""
-    if sum(len(piece) for _, piece in pieces) < ALONE_BYTES:
-        for offset, piece in pieces:
-            write_all(handle, piece, offset)
-        return
-    with ThreadPoolExecutor(THREADS) as threads:
-        for _ in threads.map(lambda part: write_all(handle, part[1], part[0]), cut(pieces)):
-            pass
-
-
-def cut(pieces: Sequence[tuple[int, memoryview]]) -> Iterator[tuple[int, memoryview]]:
+    """Each piece at its offset, whole. Raises OSError."""
     for offset, piece in pieces:
-        for start in range(0, len(piece), _PIECE_BYTES):
-            yield offset + start, piece[start : start + _PIECE_BYTES]
+        write_all(handle, piece, offset)
 
 
 def write_all(handle: int, piece: memoryview, offset: int) -> None:

@@ -9,14 +9,19 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from store.files import ALONE_BYTES, THREADS, cut
+from store.files import write_pieces
+
+_PIECE_BYTES = 4 << 20
+_ALONE_BYTES = 16 << 20  # below this a second thread costs more than it brings
+_THREADS = min(4, len(os.sched_getaffinity(0)))
+_MOST = 256  # each is an open file and a range of addresses
 
 
 @dataclass
@@ -25,13 +30,16 @@ class _Mapped:
     mapping: mmap.mmap
 
     @classmethod
-    def of(cls, path: Path, length_bytes: int) -> _Mapped:
-        handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    def of(cls, path: Path, length_bytes: int) -> _Mapped | None:
+        """None where the process may have no more open files or mappings; the object is written all the same."""
+        handle = None
         try:
+            handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             return cls(handle, mmap.mmap(handle, length_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE))
-        except BaseException:
-            os.close(handle)
-            raise
+        except OSError:
+            if handle is not None:
+                os.close(handle)
+            return None
 
     def close(self) -> None:
         self.mapping.close()
@@ -52,37 +60,44 @@ class Kept:
         if mapped is not None and len(mapped.mapping) < length_bytes:
             mapped.close()
             mapped = None
-        if mapped is None:
-            mapped = _Mapped.of(path, length_bytes)
-        try:
+        if mapped is not None:
             _copy_pieces(mapped.mapping, pieces)
-        except BaseException:
-            mapped.close()
-            raise
-        self._mapped[inode] = mapped
+        else:
+            write_pieces(handle, pieces)  # a fault in a page that was never written would fill it with zeros first
+            mapped = _Mapped.of(path, length_bytes)
+        if mapped is not None:
+            self._mapped[inode] = mapped
 
     def close(self) -> None:
         while self._mapped:
             self._mapped.popitem()[1].close()
 
     def _prune(self) -> None:
-        """Of files that are gone."""
+        """Those of files that are gone, and the oldest of too many."""
+        surplus = len(self._mapped) - _MOST
         for inode, mapped in list(self._mapped.items()):
-            if os.fstat(mapped.handle).st_nlink == 0 and self._mapped.pop(inode, None) is not None:
+            if (surplus > 0 or os.fstat(mapped.handle).st_nlink == 0) and self._mapped.pop(inode, None) is not None:
                 mapped.close()
+                surplus -= 1
 
 
 def _copy_pieces(mapping: mmap.mmap, pieces: Sequence[tuple[int, memoryview]]) -> None:
     """A large object by several threads, for numpy copies without Python's lock."""
     target = np.frombuffer(mapping, np.uint8)
-    if sum(len(piece) for _, piece in pieces) < ALONE_BYTES:
+    if sum(len(piece) for _, piece in pieces) < _ALONE_BYTES:
         for offset, piece in pieces:
-            copy(target, offset, piece)
+            _copy(target, offset, piece)
         return
-    with ThreadPoolExecutor(THREADS) as threads:
-        for _ in threads.map(lambda part: copy(target, *part), cut(pieces)):
+    with ThreadPoolExecutor(_THREADS) as threads:
+        for _ in threads.map(lambda part: _copy(target, *part), _cut(pieces)):
             pass
 
 
-def copy(target: np.ndarray, offset: int, piece: memoryview) -> None:
+def _cut(pieces: Sequence[tuple[int, memoryview]]) -> Iterator[tuple[int, memoryview]]:
+    for offset, piece in pieces:
+        for start in range(0, len(piece), _PIECE_BYTES):
+            yield offset + start, piece[start : start + _PIECE_BYTES]
+
+
+def _copy(target: np.ndarray, offset: int, piece: memoryview) -> None:
     np.copyto(target[offset : offset + len(piece)], np.frombuffer(piece, np.uint8))

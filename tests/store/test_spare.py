@@ -177,12 +177,12 @@ def test_a_writer_killed_while_it_writes_into_a_recycled_file_leaves_no_object(s
 import sys, time
 from pathlib import Path
 import numpy as np
-import store.kept
+import store.files
 from store import EmbeddedStore
 def stop(*_):
     print("there", flush=True)
     time.sleep(600)
-store.kept.copy = stop
+store.files.write_all = stop
 EmbeddedStore(Path(sys.argv[1])).put("k", {"a": np.full(2 << 20, 7, np.uint8)})
 """
     store.free([store.put("before", large(1))])
@@ -271,3 +271,13 @@ def test_O2_what_a_recycled_file_grows_by_is_there_before_it_is_written(store: E
         handle = store._spares.take(root / "temp" / "grown", 2 * LARGE)
     assert handle is not None and os.fstat(handle).st_blocks * 512 >= 2 * LARGE
     os.close(handle)
+
+
+def test_W8_a_writer_of_many_large_objects_keeps_few_mappings(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("store.kept._MOST", 3)
+    store = EmbeddedStore(root, 96 << 20)
+    refs = [store.put(f"k{value}", large(value)) for value in range(10)]
+    assert len(mappings_of(root)) == 4
+    assert all((store.open(ref)["a"] == value).all() for value, ref in enumerate(refs))
+    store.remove()
+    assert mappings_of(root) == []
