@@ -483,8 +483,8 @@ class RunConfig(_Section):
     def _whole(self) -> RunConfig:
         if not (self.rollout.engines or self.rollout.engine_urls or self.service.engine_hosts):
             raise ValueError("rollout.engines is 0 and there is no other engine: give rollout.engine_urls, or service.engine_hosts")
-        if why := self.store.misfit(self.store_kind):
-            raise ValueError(f"store: {why}")
+        if why := self.store.misfit(self.store_kind, alone=not self.hosts):
+            raise ValueError(why)
         if self.rollout.min_group > self.rollout.n:
             raise ValueError(f"rollout.min_group ({self.rollout.min_group}) exceeds rollout.n ({self.rollout.n}): lower it to that")
         if self.staleness.preset == "partial" and not self.rollout.min_group <= self.partial_k < self.rollout.n:

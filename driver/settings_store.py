@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from store.mooncake_segment import LEAST_BYTES
+
 Kind = Literal["embedded", "mooncake"]
 MASTER = re.compile(r"(?P<host>[A-Za-z0-9._-]+):(?P<port>\d{1,5})")
 
@@ -31,6 +33,15 @@ class MooncakeConfig(_Section):
         None, ge=0, description="what this host gives; null: store.capacity_bytes; 0: nothing, all lies on other hosts (needs `master`)"
     )
 
+    @field_validator("segment_bytes")
+    @classmethod
+    def _not_too_small(cls, value: int | None) -> int | None:
+        if value is not None and 0 < value < LEAST_BYTES:
+            raise ValueError(
+                f"{value:,} is too small: Mooncake mounts at least {LEAST_BYTES:,} bytes; raise it, or give 0 and the memory of other hosts"
+            )
+        return value
+
     @field_validator("master")
     @classmethod
     def _host_and_port(cls, value: str | None) -> str | None:
@@ -42,9 +53,15 @@ class MooncakeConfig(_Section):
     @model_validator(mode="after")
     def _somebody_gives_memory(self) -> MooncakeConfig:
         if self.segment_bytes == 0 and self.master is None:
-            raise ValueError("segment_bytes is 0 and the run starts its own master: there is no memory; name a `master`, or leave it out")
+            raise ValueError(
+                "store.mooncake.segment_bytes is 0 and the run starts its own master: there is no memory; name store.mooncake.master, or "
+                "leave segment_bytes out"
+            )
         if self.port is not None and self.master is not None:
-            raise ValueError("port is that of the run's own master, and `master` names somebody else's: remove one")
+            raise ValueError(
+                f"store.mooncake.port ({self.port}) is that of the run's own master, and store.mooncake.master ({self.master}) is somebody "
+                "else's: remove one"
+            )
         return self
 
 
@@ -74,8 +91,16 @@ class StoreConfig(_Section):
         """`store: mooncake` for `store: {kind: mooncake}`."""
         return {"kind": value} if isinstance(value, str) else value
 
-    def misfit(self, kind: Kind) -> str | None:
-        """What can not be with this kind, and what to do."""
-        if kind == "embedded" and self.mooncake != MooncakeConfig():
-            return "the keys under mooncake have no effect on the embedded store: remove them, or set store.kind: mooncake"
+    def misfit(self, kind: Kind, *, alone: bool) -> str | None:
+        """What can not be with this kind, and what to do. `alone`: there are no other hosts."""
+        mooncake = self.mooncake
+        if kind == "embedded" and mooncake != MooncakeConfig():
+            names = ", ".join(f"store.mooncake.{name}" for name, value in mooncake if value is not None)
+            return f"{names} has no effect on the embedded store: remove it, or set store.kind: mooncake"
+        segment = mooncake.segment_bytes
+        if kind == "mooncake" and alone and mooncake.master is None and segment is not None and segment < self.capacity_bytes:
+            return (
+                f"store.mooncake.segment_bytes ({segment:,}) is what this host gives, and no other host gives anything: it must be at "
+                f"least store.capacity_bytes ({self.capacity_bytes:,}). Raise it, leave it out, or lower store.capacity_bytes"
+            )
         return None

@@ -32,7 +32,7 @@ from store.base import StoreError, Unavailable
 from store.mooncake import PART_BYTES, PUT_DISCARD_S, SPARE, Address, part_name
 from store.mooncake_client import CONNECT_S, LIBRARIES, Client, Place, installed, is_reachable
 from store.mooncake_read import LEASE_S
-from store.mooncake_segment import Segment
+from store.mooncake_segment import LEAST_BYTES, Segment
 
 MASTER_LOST = 3
 START_S = 60.0
@@ -41,7 +41,6 @@ STALLED_S = 15.0
 BEAT_S = 1.0
 PUT_RELEASE_S = 600
 GRAIN_BYTES = 16 << 10
-LEAST_BYTES = 16 << 20
 _PR_SET_PDEATHSIG = 1
 
 

@@ -32,6 +32,7 @@ from store.mooncake_client import Place
 DIRECTORY = Path(f"/dev/shm/headrace-{os.getuid()}-mooncake")
 _SUFFIX, _FACTS = ".bytes", ".json"
 KEPT_S = 600.0
+LEAST_BYTES = 16 << 20  # Mooncake mounts no smaller one
 
 
 class Facts(msgspec.Struct, frozen=True):

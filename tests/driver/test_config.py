@@ -97,9 +97,17 @@ def write(tmp_path: Path, **sections: object) -> Path:
         ({"store": "mooncak"}, ["store.kind", "'mooncake'"]),
         ({"store": {"kind": "mooncake", "mooncake": {"mastr": "h:1"}}}, ["'store.mooncake.mastr'", "'master'"]),
         ({"store": {"kind": "mooncake", "mooncake": {"master": "h"}}}, ["store.mooncake.master", "HOST:PORT", "null starts one"]),
-        ({"store": {"kind": "mooncake", "mooncake": {"segment_bytes": 0}}}, ["store.mooncake", "there is no memory", "`master`"]),
+        (
+            {"store": {"kind": "mooncake", "mooncake": {"segment_bytes": 0}}},
+            ["store.mooncake.segment_bytes is 0", "there is no memory", "store.mooncake.master"],
+        ),
+        ({"store": {"kind": "mooncake", "mooncake": {"segment_bytes": 5}}}, ["store.mooncake.segment_bytes", " 5 ", "at least 16,777,216"]),
+        (
+            {"store": {"kind": "mooncake", "capacity_bytes": 1 << 30, "mooncake": {"segment_bytes": 1 << 29}}},
+            ["store.mooncake.segment_bytes (536,870,912)", "at least store.capacity_bytes (1,073,741,824)", "leave it out"],
+        ),
         ({"store": {"kind": "mooncake", "mooncake": {"master": "h:1", "port": 2}}}, ["store.mooncake", "somebody else's", "remove one"]),
-        ({"store": {"mooncake": {"master": "h:1"}}}, ["store: ", "no effect on the embedded store", "store.kind: mooncake"]),
+        ({"store": {"mooncake": {"master": "h:1"}}}, ["store.mooncake.master has no effect on the embedded store", "store.kind: mooncake"]),
     ],
 )
 def test_O1_O2_a_mistake_is_named_with_its_remedy(tmp_path, sections, words):
@@ -282,3 +290,10 @@ def test_O1_a_key_that_is_written_twice_is_an_error_with_both_lines(tmp_path):
 def test_O1_what_is_no_yaml_behind_set_is_said_with_the_option(tmp_path, override):
     with pytest.raises(ConfigError, match=r"^--set .*what stands behind = is not YAML"):
         load_config(write(tmp_path), [override])
+
+
+def test_what_this_host_gives_to_mooncake_may_be_less_where_others_give_too(tmp_path):
+    part = {"kind": "mooncake", "capacity_bytes": 1 << 30, "mooncake": {"segment_bytes": 1 << 29}}
+    assert load_config(write(tmp_path, store=part, hosts=["10.0.0.2"])).store.mooncake.segment_bytes == 1 << 29
+    nothing = {"kind": "mooncake", "mooncake": {"segment_bytes": 0, "master": "10.0.0.2:50051"}}
+    assert load_config(write(tmp_path, store=nothing)).store.mooncake.segment_bytes == 0
