@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.markup import escape
 
 from driver.ledger_load import check
 from driver.ledger_schema import LedgerError
 from driver.terminal import fail, out
+from trainer.checkpoints import newest
 
 ledger_app = typer.Typer(no_args_is_help=True, help="Look at a run's ledger.")
 
@@ -17,6 +19,14 @@ ledger_app = typer.Typer(no_args_is_help=True, help="Look at a run's ledger.")
 @ledger_app.callback()
 def ledger() -> None:
     """Look at a run's ledger."""
+
+
+def _begins_from(run_dir: Path) -> str:
+    """What a new run can begin from, to end a remedy with."""
+    checkpoint = newest(run_dir.absolute() / "checkpoints")
+    if checkpoint is None:
+        return "its own model.path: it has no whole checkpoint"
+    return f"its newest checkpoint: headrace up CONFIG --set run_id=NAME --set model.path={checkpoint.path}/hf"
 
 
 @ledger_app.command("check")
@@ -27,9 +37,13 @@ def ledger_check(run_dir: Annotated[Path, typer.Argument(help="the run's directo
         found = check(path)
     except LedgerError as error:
         fail(str(error))
-    for words in (*found.damage, *found.wrong):
-        out.print(f"[red]wrong[/red] {words}", highlight=False, soft_wrap=True)
-    state = "is well" if found.well else "is not well; restore a copy of it, or begin a new run from the newest checkpoint's hf folder"
+    begins = _begins_from(path.parent)
+    troubles = (*found.damage, *found.wrong)
+    for trouble in troubles:
+        out.print(f"[red]wrong[/red]  {escape(trouble.words)}", highlight=False, soft_wrap=True)
+    for remedy in dict.fromkeys(trouble.remedy + begins * trouble.anew for trouble in troubles):
+        out.print(f"[yellow]remedy[/yellow] {escape(remedy)}", highlight=False, soft_wrap=True)
+    state = "is well" if found.well else "is not well"
     out.print(
         f"{path} (schema {found.schema}: {found.samples} samples, {found.trajectories} trajectories) {state}",
         highlight=False,

@@ -116,6 +116,25 @@ def _live_samples(query: Query) -> Iterator[Sample]:
 # ---- on request ------------------------------------------------------------------------------------------------------------
 
 
+ANEW = "headrace up refuses such a ledger: put back a copy of the run's directory from before it was damaged, or begin a new run from "
+"""What can be begun from is named by who asks."""
+ANEW_ALSO = "what lies in it is not sure: put back a copy of the run's directory from before it was damaged, or begin a new run from "
+SHOWN_ONLY = "only what is shown of it is off: the run can go on"
+IN_ARCHIVE = "the run can go on: what became of them stands by their ids in the run's archive/*.parquet"
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """What is wrong with a ledger, and what to do: `anew` says that the remedy ends with what a new run can begin from."""
+
+    words: str
+    remedy: str
+
+    @property
+    def anew(self) -> bool:
+        return self.remedy.endswith(" from ")
+
+
 @dataclass(frozen=True)
 class Checked:
     """What `headrace ledger check` found."""
@@ -123,9 +142,9 @@ class Checked:
     schema: int
     samples: int
     trajectories: int
-    damage: tuple[str, ...]
+    damage: tuple[Trouble, ...]
     """What SQLite says of the file's pages."""
-    wrong: tuple[str, ...]
+    wrong: tuple[Trouble, ...]
     """Counters that are not what the rows say, and rows that do not go together."""
 
     @property
@@ -146,7 +165,8 @@ def check(path: Path) -> Checked:
         schema = connection.execute("PRAGMA user_version").fetchone()[0]
         if schema != SCHEMA_VERSION:
             raise LedgerError(f"{path} has schema {schema} and this Headrace knows {SCHEMA_VERSION}; `headrace up` migrates an older one")
-        damage = tuple(row[0] for row in connection.execute("PRAGMA integrity_check(20)") if row[0] != "ok")
+        pages = [row[0] for row in connection.execute("PRAGMA integrity_check(20)") if row[0] != "ok"]
+        damage = tuple(Trouble(words, f"look at its disk first (dmesg, free space); {ANEW_ALSO}") for words in pages)
         samples = connection.execute("SELECT count(*) FROM samples").fetchone()[0]
         trajectories = connection.execute("SELECT count(*) FROM trajectories").fetchone()[0]
         return Checked(schema, samples, trajectories, damage, tuple(_wrong(connection)))
@@ -156,7 +176,7 @@ def check(path: Path) -> Checked:
         connection.close()
 
 
-def _wrong(connection: sqlite3.Connection) -> Iterator[str]:
+def _wrong(connection: sqlite3.Connection) -> Iterator[Trouble]:
     def query(sql: str, parameters: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
         return connection.execute(sql, parameters).fetchall()
 
@@ -164,21 +184,29 @@ def _wrong(connection: sqlite3.Connection) -> Iterator[str]:
     rows = recount(connection)
     for key in sorted({*counted, *rows}):
         if counted.get(key, 0) != rows.get(key, 0):
-            yield f"{key[0]} {key[1]} is counted {counted.get(key, 0)} times, the rows say {rows.get(key, 0)}"
+            words = f"{key[0]} {key[1]} is counted {counted.get(key, 0)} times, the rows say {rows.get(key, 0)}"
+            yield Trouble(words, SHOWN_ONLY if key[0] in (REASON, STALENESS) else ANEW_ALSO)
     over = "SELECT count(*) FROM samples s WHERE over = {} (SELECT 1 FROM trajectories t WHERE t.uid = s.uid AND t.state != 'finished')"
-    for sql, what in (
-        (over.format("1 AND EXISTS"), "samples are over and have trajectories that are not finished"),
-        (over.format("0 AND NOT EXISTS"), "samples are not over and all their trajectories are finished"),
-        ("SELECT count(*) FROM samples WHERE batch_id > deadline_batch", "samples were trained after their deadline (A3)"),
+    for sql, what, advice in (
+        (over.format("1 AND EXISTS"), "samples are over and have trajectories that are not finished", ANEW_ALSO),
+        (over.format("0 AND NOT EXISTS"), "samples are not over and all their trajectories are finished", ANEW_ALSO),
+        (
+            "SELECT count(*) FROM samples WHERE batch_id > deadline_batch",
+            "samples were trained after their deadline (A3)",
+            "their weights were older than the bound allows, which Headrace promises never to train: report it, with this file. The run "
+            "can go on; to be sure, begin anew from a checkpoint older than the first of these batches (batch_id > deadline_batch in the "
+            "table samples)",
+        ),
         (
             "SELECT count(*) FROM trajectories "
             "WHERE state = 'finished' AND (outcome IS NULL OR (outcome = 'discarded' AND reason IS NULL))",
             "trajectories are finished without an outcome, or discarded without a reason",
+            IN_ARCHIVE,
         ),
     ):
         if (n := query(sql)[0][0]) != 0:
-            yield f"{n} {what}"
+            yield Trouble(f"{n} {what}", advice)
     try:
         load(query)
     except DoesNotBalance as error:
-        yield str(error)
+        yield Trouble(str(error), ANEW)

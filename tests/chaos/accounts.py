@@ -96,8 +96,7 @@ def check(run_dir: Path, n: int, bound: int) -> Books:
         *_states(books),
         *_evaluated(books),
         *_trained(books),
-        *found.damage,
-        *found.wrong,
+        *(trouble.words for trouble in (*found.damage, *found.wrong)),
     ]
     assert not wrong, "\n".join(wrong[:20])
     return books

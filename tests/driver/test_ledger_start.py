@@ -14,6 +14,7 @@ from driver.cli import app
 from driver.ledger_db import LedgerDB, LedgerError
 from driver.ledger_load import check
 from driver.observe import _page_sql
+from trainer import checkpoints
 
 
 def ledger_of(path: Path, samples: int, live: int) -> Path:
@@ -93,13 +94,15 @@ def test_pages_by_state_and_outcome_hold_what_they_say(tmp_path):
     connection.close()
 
 
+ANEW, GO_ON = "begin a new run from", "can go on"
 WRONG = {
-    "UPDATE counters SET value = value - 1 WHERE name = 'trained'": "outcome trained is counted",
-    "UPDATE counters SET value = value + 3 WHERE kind = 'staleness' AND name = '1'": "staleness 1 is counted",
-    "UPDATE trajectories SET outcome = NULL WHERE uid = 7": "outcome",
-    "UPDATE samples SET over = 0 WHERE uid = 5": "1 samples are not over and all their trajectories are finished",
-    "UPDATE samples SET batch_id = 90, over = 1 WHERE uid = 5": "after their deadline",
-    "DELETE FROM trajectories WHERE uid = 3 AND idx = 0": "is counted",
+    "UPDATE counters SET value = value - 1 WHERE name = 'trained'": ("outcome trained is counted", ANEW),
+    "UPDATE counters SET value = value + 3 WHERE kind = 'staleness' AND name = '1'": ("staleness 1 is counted", GO_ON),
+    "UPDATE trajectories SET outcome = NULL WHERE uid = 7": ("finished without an outcome", "archive/*.parquet"),
+    "UPDATE samples SET over = 0 WHERE uid = 5": ("1 samples are not over and all their trajectories are finished", ANEW),
+    "UPDATE samples SET batch_id = 90, over = 1 WHERE uid = 5": ("after their deadline", "report it"),
+    "DELETE FROM trajectories WHERE uid = 3 AND idx = 0": ("is counted", ANEW),
+    "UPDATE counters SET value = value + 1 WHERE name = 'running'": ("are counted as running", "headrace up refuses such a ledger"),
 }
 
 
@@ -113,7 +116,14 @@ def test_A1_A3_the_check_counts_the_rows_again_and_says_what_is_wrong(tmp_path, 
         connection.execute(damage)
     connection.close()
     found = runner.invoke(app, ["ledger", "check", str(tmp_path)])
-    assert found.exit_code == 1 and WRONG[damage] in found.output and "is not well" in found.output
+    words, remedy = WRONG[damage]
+    assert found.exit_code == 1 and words in found.output and "is not well" in found.output
+    lines = [line for line in found.output.splitlines() if line.startswith("remedy ")]
+    assert any(remedy in line for line in lines) and len(lines) == len(set(lines)), found.output
+    assert "it has no whole checkpoint" in found.output or remedy != ANEW
+    made = checkpoints.publish(checkpoints.begin(tmp_path / "checkpoints"), 2, 0, {"tp": 1}, {"torch": "", "megatron": ""})
+    again = runner.invoke(app, ["ledger", "check", str(tmp_path)])
+    assert f"--set model.path={made.path}/hf" in again.output or remedy != ANEW
 
 
 def test_the_check_reads_beside_a_driver_that_writes(tmp_path):
