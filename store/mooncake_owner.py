@@ -114,7 +114,7 @@ class Owner:
 
     def _give_up(self, reason: str) -> NoReturn:
         if self._segment is not None:
-            self._segment.remove()
+            self._segment.give_up()
         print(f"mooncake owner: {reason}", flush=True)
         os._exit(MASTER_LOST)
 

@@ -94,6 +94,11 @@ class Segment:
         partial.write_bytes(msgspec.json.encode(facts))
         partial.rename(self._facts)
 
+    def give_up(self) -> None:
+        """The bytes go. What says that they were here stays, as after a kill: a master may name them for a while, and this host's
+        processes are to know better."""
+        self.path.unlink(missing_ok=True)
+
     def remove(self) -> None:
         """Those who have it mapped keep what they see."""
         for path in (self._facts, self.path):

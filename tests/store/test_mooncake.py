@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from store import (
 from store.base import Damaged
 from store.mooncake_client import Client
 from store.mooncake_frees import Frees
-from store.mooncake_owner import MASTER_LOST
+from store.mooncake_owner import MASTER_LOST, STALLED_S
 from store.mooncake_segment import DIRECTORY, Mapped
 from tests.store.conftest import Backend, MooncakeHost, Spawn, free_port, said, wait_for, why_no_mooncake
 
@@ -153,6 +154,20 @@ def test_B2_a_reader_that_is_stopped_while_its_bytes_are_freed_and_used_again_is
 
 
 @only_mooncake
+def test_B2_bytes_that_somebody_may_be_reading_are_given_to_no_other_object(backend: Backend) -> None:
+    """They were freed, and there is no room but theirs: the put waits until the lease has run out."""
+    backend.empty()
+    store = backend.store
+    assert isinstance(store, MooncakeStore)
+    old = store.put("old", {"a": np.full(40 * MB, 1, np.uint8)})
+    leased_s = time.monotonic()
+    assert not isinstance(store._client.find(store._name_of("old")), int)
+    store.free([old])
+    store.put("new", {"a": np.full(40 * MB, 2, np.uint8)})
+    assert time.monotonic() - leased_s >= mooncake_read.LEASE_S
+
+
+@only_mooncake
 def test_a_reader_on_another_host_gets_the_same_bytes_over_the_network(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     columns = {"a": np.random.default_rng(0).integers(0, 255, 20 * MB, np.uint8), "b": np.arange(10)}
     ref = backend.store.put("k", columns)
@@ -266,8 +281,9 @@ def test_L2_a_master_that_is_lost_takes_every_object_along_and_the_next_begins_e
     store.remove()
 
 
+@pytest.mark.parametrize("when", ["behind the put", "in mid-put"])
 def test_L2_a_key_whose_put_the_loss_of_the_master_cut_short_is_put_again_under_the_next(
-    mooncake_host: MooncakeHost, monkeypatch: pytest.MonkeyPatch
+    mooncake_host: MooncakeHost, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
     """A trainer's key of weights is the same at the second try; it was refused for as long as the trainer lived."""
     owner = mooncake_host.start(32 * MB, master=True)
@@ -277,13 +293,17 @@ def test_L2_a_key_whose_put_the_loss_of_the_master_cut_short_is_put_again_under_
     def lose_the_master(self: Client, key: str, data: np.ndarray, offset: int) -> int:
         mooncake_host.master().kill()
         assert owner.wait(20) == MASTER_LOST
+        if when == "in mid-put":
+            mooncake_host.start(32 * MB, master=True)
         return write(self, key, data, offset)
 
     monkeypatch.setattr(Client, "write", lose_the_master)
     with pytest.raises(Unavailable):
         store.put("k", {"a": np.arange(10)})
     monkeypatch.undo()
-    mooncake_host.start(32 * MB, master=True)
+    if when == "behind the put":
+        mooncake_host.start(32 * MB, master=True)
+    assert store.keys() == []
     assert store.open(store.put("k", {"a": np.arange(10)}))["a"].sum() == 45
     store.remove()
 
@@ -315,6 +335,23 @@ def test_L2_a_process_that_gave_memory_and_is_killed_takes_its_objects_and_no_ot
     put = store.put("new", {"a": np.arange(10)})
     assert store.open(put)["a"].sum() == 45, "what is put now goes to who lives"
     assert stays.poll() is None
+    store.close()
+
+
+@pytest.mark.slow
+def test_L2_an_owner_that_was_stopped_for_long_ends_and_its_memory_is_not_given_out_again(mooncake_host: MooncakeHost) -> None:
+    """The master may have given it up meanwhile, and its addresses to others."""
+    mooncake_host.start(0, master=True)
+    owner = mooncake_host.start(32 * MB)
+    store = MooncakeStore(mooncake_host.location("run"))
+    before = store.parts()
+    owner.send_signal(signal.SIGSTOP)
+    time.sleep(STALLED_S + 1.0)
+    owner.send_signal(signal.SIGCONT)
+    assert owner.wait(20) == MASTER_LOST and len(before) == 1
+    assert not store.parts(), "the master names it for a while yet"
+    mooncake_host.start(32 * MB)
+    assert len(store.parts()) == 1 and not before & store.parts()
     store.close()
 
 
