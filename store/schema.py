@@ -41,6 +41,7 @@ class FieldSpec:
 
 _ROW_ENDS = "when the row is committed or discarded"
 _N1 = f"{ROWS} + 1"
+_TABLE = ("store.schema.padded",)
 
 
 def _rollout(
@@ -54,7 +55,7 @@ _ROUTES = "the experts of each layer that the last Q of a row's first R tokens w
 
 
 def _reward(name: str, dtype: str, meaning: str) -> FieldSpec:
-    return FieldSpec(name, "reward", dtype, (ROWS,), "driver.dispatch", ("trainer", "driver.archive"), "driver", _ROW_ENDS, meaning)
+    return FieldSpec(name, "reward", dtype, (ROWS,), "driver.dispatch", _TABLE, "driver", _ROW_ENDS, meaning)
 
 
 FIELDS: tuple[FieldSpec, ...] = (
@@ -69,17 +70,15 @@ FIELDS: tuple[FieldSpec, ...] = (
     _rollout("rollout_log_probs", "float32", (POSITIONS,), "the engine's log-probs at the row's temperature; 0 where the mask is 0"),
     _rollout("version_spans", "int64", (SPANS, 4), "(epoch, version, start, end) over the row's response positions [0, R)"),
     _rollout("temperature", "float32", (ROWS,), "the sampling temperature"),
-    _rollout(
-        "position_ids", "int32", (TOKENS, 3), "optional: positions of a model with pictures (mRoPE): time, height, width", ("trainer",)
-    ),
-    _rollout("grid_offsets", "int64", (_N1,), "optional: which of the pictures are a row's", ("trainer",)),
-    _rollout("image_grid", "int32", (GRIDS, 3), "optional: patches of a picture in time, height and width", ("trainer",)),
+    _rollout("position_ids", "int32", (TOKENS, 3), "optional: positions of a model with pictures (mRoPE): time, height, width", _TABLE),
+    _rollout("grid_offsets", "int64", (_N1,), "optional: which of the pictures are a row's", _TABLE),
+    _rollout("image_grid", "int32", (GRIDS, 3), "optional: patches of a picture in time, height and width", _TABLE),
     _rollout(
         "pixel_values",
         "float32|bfloat16|float16",
         (PATCHES, "F"),
         "optional: the pictures' patches, one picture after the other",
-        ("trainer",),
+        _TABLE,
     ),
     _reward("score", "float32", "what the scorer said"),
     _reward("is_correct", "uint8", "1, 0, or 255 when the scorer did not say"),

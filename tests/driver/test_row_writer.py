@@ -13,9 +13,9 @@ from driver import dispatch as dispatching
 from driver.row_writer import RowWriter
 from driver.turns import GivenUp
 from rollout.version import Version
-from store import in_store
-from store.rows import packed
-from store.schema import check_form, reward_columns
+from store import in_store, open_ref
+from store.rows import packed, row_of
+from store.schema import check_form, padded, reward_columns
 from tests.driver.feeding import Lab
 from tests.driver.test_dispatch import ScriptedEngine, two_leaves
 from tests.store.test_schema import PICTURES, REWARD, rollout, row
@@ -58,6 +58,21 @@ async def test_what_is_of_its_form_is_put(lab: Lab) -> None:
     ]
     assert [ref.key.removeprefix(lab.core.run_id) for ref in refs] == ["/a/rollout", "/a/reward", "/b/rollout"]
     assert sorted(lab.store.keys()) == sorted(ref.key for ref in in_store(refs))
+
+
+async def test_three_positions_a_token_come_from_the_writer_to_the_table_beside_a_row_of_text(lab: Lab) -> None:
+    """[B, 3, S], from what lies under the keys alone: the rollout's object and the reward's of each trajectory."""
+    writer = RowWriter(lab.core)
+    seen = np.array([[0, 0, 0], [1, 1, 1], [1, 1, 2], [1, 2, 1], [3, 3, 3]], np.int32)
+    rows = []
+    for name, rollout_columns in (("a", rollout(**PICTURES | {"position_ids": seen})), ("b", rollout(length=3))):
+        refs = [await writer.put(name, "rollout", rollout_columns), await writer.put(name, "reward", reward_columns([(0.5, None)]))]
+        rows.append({k: v for ref in refs for k, v in row_of(open_ref(ref), 0).items()})
+    table = padded(rows)
+    assert table["position_ids"].shape == (2, 3, 5) and table["position_ids"][0].T.tolist() == seen.tolist()
+    assert table["position_ids"][1].tolist() == [[0, 1, 2, 0, 0]] * 3
+    assert table["token_level_scores"].max(1).tolist() == [0.5, 0.5] and table["is_correct"].tolist() == [255, 255]
+    assert rows[0]["image_grid"].tolist() == PICTURES["image_grid"].tolist() and rows[0]["pixel_values"].shape == (7, 5)
 
 
 async def test_a_trajectory_with_such_a_row_is_discarded_with_the_reason_and_leaves_nothing(lab: Lab, monkeypatch: Any) -> None:
