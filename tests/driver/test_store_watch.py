@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
+from driver import store_watch
 from driver.ledger import traj_uid_of
 from driver.store_watch import StoreWatch
 from store import EmbeddedStore, Unavailable
@@ -90,6 +92,20 @@ async def test_L1_a_store_that_is_cut_off_is_named_and_shut_and_nothing_is_lost_
     await watch._look()
     await putting
     assert (again, watch.losses, start.core.gate.epoch) == ([], [], 0) and "store" not in start.core.waits
+    watch.close()
+    await start.killed()
+
+
+async def test_L1_what_is_named_when_it_is_asked_for_again_was_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An owner that has just come into reach again is not heard at once."""
+    monkeypatch.setattr(store_watch, "CONFIRM_S", 0.0)
+    start = await begun(tmp_path)
+    watch, store, again = watched(start)
+    await watch.begin()
+    asked: list[int] = []
+    monkeypatch.setattr(store, "parts", lambda: (asked.append(1), store.pieces if len(asked) > 1 else frozenset())[1])
+    await watch._look()
+    assert len(asked) == 2 and (again, watch.losses, start.core.gate.epoch) == ([], [], 0)
     watch.close()
     await start.killed()
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from store import EmbeddedStore, Exists, Gone, MooncakeStore, Ref, Store
-from tests.store.conftest import CAPACITY_BYTES, Backend, Spawn, said, tell, wait_for
+from tests.store.conftest import CAPACITY_BYTES, Backend, MooncakeHost, Spawn, said, tell, wait_for
 
 READER = """
 import sys, json
@@ -81,7 +81,7 @@ def test_B3_bytes_come_back_when_the_reader_is_killed(backend: Backend, spawn: S
 
 
 # Stops for ever at the named function, before it or after it, so that it can be killed exactly there.
-WRITER = """
+STOPPING = """
 import importlib, sys, time
 import numpy as np
 from store import open_store
@@ -98,13 +98,29 @@ def stop(*facts, **more):
     print("there", flush=True)
     time.sleep(600)
 setattr(owner, name, stop)
-open_store(sys.argv[1]).put("k", {"a": np.full(100_000, 7)})
+store = open_store(sys.argv[1])
 """
+WRITER = STOPPING + 'store.put("k", {"a": np.full(100_000, 7)})'
+STOPPED_READER = STOPPING + 'store.open(store.ref("k"))'
+MID_READ = {"embedded": "mmap:mmap", "mooncake": "store.mooncake_read:Found._copy"}
 BEFORE_PUBLISHING = {
     "embedded": [("store.files:write_all", "before"), ("os:link", "before")],
     "mooncake": [("store.mooncake_client:Client.write", "before"), ("store.mooncake_client:Client.put_end", "before")],
 }
 PUBLISHED = {"embedded": ("os:link", "after"), "mooncake": ("store.mooncake_client:Client.put_end", "after")}
+
+
+def test_B3_a_reader_killed_in_the_middle_of_a_read_keeps_nothing(backend: Backend, spawn: Spawn) -> None:
+    backend.empty()
+    ref = backend.store.put("k", {"a": np.full(100_000, 7)})
+    reader = spawn(STOPPED_READER, backend.store.location, MID_READ[backend.name], "before")
+    assert said(reader) == "there"
+    backend.store.free([ref])
+    if backend.name == "embedded":
+        assert backend.store.stats().used_bytes == ref.size_bytes, "it may still go on; with Mooncake until its lease has run out"
+    reader.kill()
+    reader.wait(10)
+    backend.settled(0, 0)
 
 
 @pytest.mark.parametrize("step", [0, 1])
@@ -300,17 +316,30 @@ for index in range(count):
 print("put", flush=True)
 """
     each = int(os.environ.get("OBJECTS", "1000000")) // 2
+    host: MooncakeHost | None = None
     if kind == "embedded":
         store: Store = EmbeddedStore(root, 2 * each * 4096)
     else:
         host = request.getfixturevalue("mooncake_host")
         host.start(2 * each * 512, master=True)
         store = MooncakeStore(host.location("million"))
+    began = time.monotonic()
+
+    def done(what: str) -> None:
+        nonlocal began
+        took_s, began = time.monotonic() - began, time.monotonic()
+        holds = f"; the master holds {host.master().memory_info().rss >> 20} MiB" if host is not None else ""
+        print(f"\n{kind}: {2 * each} objects {what} in {took_s:.1f} s, {1e6 * took_s / (2 * each):.0f} us each{holds}", end="", flush=True)
+
     writers = [spawn(code, store.location, name, each) for name in "ab"]
     assert [said(writer) for writer in writers] == ["put", "put"]
+    done("put")
     assert store.stats().objects == 2 * each
     assert sorted(store.keys()) == sorted(f"{name}/{index}" for name in "ab" for index in range(each))
+    done("listed")
     assert all(store.open(store.ref(f"b/{index}"))["a"] == index for index in range(0, each, 997))
     store.free(Ref(f"{name}/{index}", 0, store.location) for name in "ab" for index in range(each))
     wait_for(lambda: store.stats().used_bytes == 0, "the last leases to run out")
+    done("freed")
+    assert store.stats().objects == 0 and store.keys() == []
     store.remove()
