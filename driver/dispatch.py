@@ -375,7 +375,10 @@ class Dispatch:
             jobs = [self._job(row, f"{name}l{number:04d}", leaf) for number, leaf in enumerate(leaves)]
             results: list[Any] = await asyncio.gather(*map(self._scoring.score, jobs), return_exceptions=True)
             for failure in filter(lambda result: isinstance(result, BaseException), results):
-                raise failure
+                try:
+                    raise failure
+                finally:
+                    failure, results = None, []  # this frame, which its traceback holds, would hold it: a circle with all rows
             reward = reward_columns([(result.score, result.is_correct) for result in results])
             refs.append(await self.writer.put(name, "reward", reward, len(rows)))
             while epoch != core.gate.epoch:  # the store was lost meanwhile, and with it what had been put

@@ -33,7 +33,7 @@ from driver.holds import Holds
 from driver.ledger_db import LedgerDB
 from driver.policy import decide
 from driver.push import Pusher
-from driver.scoring import Scoring
+from driver.scoring import ScoreFailed, Scoring
 from driver.service import create_app
 from driver.watermark import Watermark
 from reward.wire import Job, Result
@@ -74,6 +74,10 @@ class Engine:
 class Scorer:
     async def score(self, jobs: list[Job], deadline_s: float) -> list[Result]:
         return [Result(leaf_id=job.leaf_id, ok=True, score=1.0) for job in jobs]
+
+
+async def failing(jobs: list[Job], deadline_s: float) -> list[Result]:
+    return [Result(leaf_id=job.leaf_id, ok=False, error="no such unit") for job in jobs]
 
 
 class Lab:
@@ -193,6 +197,20 @@ async def test_W8_what_a_discarded_straggler_held_goes_with_it_and_is_no_work_fo
         lab.dispatch.cut(lab.core.ledger.samples[0], "deadline: held too long: test")
         await lab.until(lambda: lab.dispatch.in_flight == 0, "its task has ended")
         await lab.until(lambda: task() is None, "and is gone")
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("lab", [["rollout.data_retries=0"]], indirect=True)
+async def test_W8_rows_whose_score_fails_go_at_once_and_are_no_work_for_the_collector(lab):
+    gc.collect()
+    gc.disable()
+    try:
+        lab.scoring.attach(SimpleNamespace(score=failing))
+        await lab.start(Engine(slow=set()), rows=1)
+        await lab.until(lambda: len(lab.archived) == 4 and lab.dispatch.in_flight == 0, "no trajectory has a reward")
+        assert all("no such unit" in reason for _, reason in lab.archived)
+        await lab.until(lambda: not any(type(each) is ScoreFailed for each in gc.get_objects()), "their errors, which hold rows, are gone")
     finally:
         gc.enable()
 
