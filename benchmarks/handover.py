@@ -11,6 +11,7 @@ from memory to memory, which is what `memcpy` means here. Figures are medians.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -26,7 +27,7 @@ from benchmarks.common import Aim, flags, median, report
 
 ROOT = Path(__file__).parents[1]
 ARM = Path(__file__).with_name("handover_arm.py")
-OURS = ("embedded", "embedded-rows")
+OURS = ("embedded", "embedded-rows", "over-mooncake")
 PEERS = ("pickle", "ray", "transferqueue", "mooncake")
 PACKAGES = {
     "ray": ("ray", "numpy", "psutil"),
@@ -46,6 +47,9 @@ AIMS: dict[str, Aim] = {
 def made(peers: Path | None) -> dict[str, Path]:
     """The interpreter of each way that can run here; environments that are missing in `peers` are made."""
     found = dict.fromkeys(("memory", *OURS, "pickle"), Path(sys.executable))
+    if importlib.util.find_spec("mooncake") is None:
+        del found["over-mooncake"]
+        print("over-mooncake is absent: `make mooncake` installs it", flush=True)
     for name, packages in PACKAGES.items() if peers is not None else ():
         assert peers is not None
         python = peers.absolute() / name / "bin" / "python"

@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable
 from functools import partial
 from multiprocessing.connection import Connection
@@ -249,6 +250,44 @@ class EmbeddedRows(Embedded):
     whole = False
 
 
+class OverMooncake(Way):
+    """Headrace's store over Mooncake, an object a rank; the owner of this host's memory is a process of its own."""
+
+    def __init__(self, batch: Batch, directory: Path) -> None:
+        from store import MooncakeStore, mooncake_location
+
+        self._batch = batch
+        port, http_port, health = _free_ports(3)
+        location = mooncake_location("127.0.0.1", port, "handover", http_port)
+        argv = [sys.executable, "-P", "-m", "store.mooncake_owner", "--location", location, "--port", str(health)]
+        self._owner = subprocess.Popen([*argv, "--capacity-bytes", str(3 * batch.size_bytes), "--master"], stderr=subprocess.DEVNULL)
+        until = time.monotonic() + 60.0
+        while not _answers(f"http://127.0.0.1:{health}/health"):
+            if self._owner.poll() is not None or time.monotonic() > until:
+                raise RuntimeError("the owner of this host's memory did not come up")
+            time.sleep(0.1)
+        self._store = MooncakeStore(location)
+        self._refs: list[Any] = []
+        self._ranks = Ranks(_store_rank, (location, [], 1))
+
+    def put(self) -> None:
+        self._refs = [self._store.put(f"part-{rank}", self._batch.part(rank)) for rank in range(RANKS)]
+        self._ranks.tell([ref.to_wire() for ref in self._refs])
+
+    def answers(self) -> list[Answer]:
+        return self._ranks.answers()
+
+    def clear(self) -> None:
+        self._store.free(self._refs)
+        while self._store.stats().used_bytes:  # until the leases of what was read have run out
+            time.sleep(0.1)
+
+    def end(self) -> None:
+        self._ranks.end()
+        self._owner.terminate()
+        self._owner.wait()
+
+
 # ---- what others use ---------------------------------------------------------------------------------------------------------------
 
 
@@ -368,10 +407,7 @@ class Mooncake(Way):
 
     def __init__(self, batch: Batch, directory: Path) -> None:
         self._batch = batch
-        ports = []
-        for _ in range(2):
-            with socket.create_server(("127.0.0.1", 0)) as probe:
-                ports.append(probe.getsockname()[1])
+        ports = _free_ports(2)
         master = Path(sys.executable).with_name("mooncake_master")
         argv = [str(master), "--rpc_address=127.0.0.1", f"--rpc_port={ports[0]}", "--metrics_host=127.0.0.1", f"--metrics_port={ports[1]}"]
         self._master = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -401,6 +437,22 @@ class Mooncake(Way):
         self._master.wait()
 
 
+def _free_ports(count: int) -> list[int]:
+    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [int(probe.getsockname()[1]) for probe in probes]
+    for probe in probes:
+        probe.close()
+    return ports
+
+
+def _answers(url: str) -> bool:
+    try:
+        urllib.request.urlopen(url, timeout=2.0).close()
+    except OSError:
+        return False
+    return True
+
+
 def _until_listening(port: int) -> None:
     give_up = time.monotonic() + 60.0
     while time.monotonic() < give_up:
@@ -416,6 +468,7 @@ WAYS: dict[str, type[Way]] = {
     "memory": Memory,
     "embedded": Embedded,
     "embedded-rows": EmbeddedRows,
+    "over-mooncake": OverMooncake,
     "pickle": Pickle,
     "ray": Ray,
     "transferqueue": TransferQueue,
