@@ -89,8 +89,9 @@ def create_app(fleet: Runs, *, token: str | None, loopback: bool, shutdown: Call
         if token is not None and not open_path:
             given = request.headers.get("authorization", "")
             if not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
-                how = "curl as Authorization: Bearer TOKEN, the command line takes it from HEADRACE_TOKEN"
-                return _error(401, f"{'the token sent is not the one; ' * bool(given)}send the service's token: {how}")
+                what = "the token that was sent is not this service's" if given else "no token was sent, and this service wants one"
+                how = "curl sends it as Authorization: Bearer TOKEN, the command line takes it from HEADRACE_TOKEN"
+                return _error(401, f"{what} (service.token of its configuration): {how}")
         if not _same_site(request.headers.get("origin"), request.headers.get("host")):
             return _error(403, "a page of another site may not use this service")  # a browser on this machine reaches loopback too
         return await call_next(request)

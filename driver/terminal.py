@@ -40,27 +40,37 @@ class Service:
 
     def __init__(self, url: str | None, token: str | None = None) -> None:
         token = token or os.environ.get("HEADRACE_TOKEN")
+        self._token_from = "it was taken from HEADRACE_TOKEN" if token else "HEADRACE_TOKEN is not set"
         if url is None:
             facts = newest_service()
             if facts is None:
                 fail("no service is running here: start one with `headrace up CONFIG.yaml`, or give --url")
             url, token = facts["url"], token or facts["token"]
+        elif "://" not in url:
+            fail(f"--url {url!r} has no scheme: write http://{url.lstrip('/')}")
         headers = {"authorization": f"Bearer {token}"} if token else {}
         self.url = url
-        self._http = httpx.Client(base_url=url, headers=headers, timeout=60.0, trust_env=False)
+        try:
+            self._http = httpx.Client(base_url=url, headers=headers, timeout=60.0, trust_env=False)
+        except httpx.InvalidURL:
+            self._no_address()
+
+    def _no_address(self) -> NoReturn:
+        fail(f"--url {self.url!r} is no address of a service; write it like http://HOST:PORT")
 
     def call(self, method: str, path: str, **more: Any) -> Any:
         try:
             reply = self._http.request(method, path, **more)
         except (httpx.UnsupportedProtocol, httpx.InvalidURL):
-            fail(f"{self.url!r} is no address of a service; write it like http://HOST:PORT")
+            self._no_address()
         except httpx.TransportError as error:
             fail(f"no answer from {self.url} ({type(error).__name__}); is the service up? headrace up CONFIG.yaml")
         if reply.headers.get("content-type", "").startswith("text/html"):
             fail(f"{self.url}{path} answered {reply.status_code} with a web page: it is not the address of a Headrace service")
         if reply.status_code >= 400:
+            source = f" ({self._token_from})" * (reply.status_code == 401)
             try:
-                fail(reply.json()["error"]["message"])
+                fail(reply.json()["error"]["message"] + source)
             except (ValueError, KeyError, TypeError):
                 fail(f"{self.url}{path} answered {reply.status_code}: {reply.text[:300]}")
         return reply.json() if reply.headers.get("content-type", "").startswith("application/json") else reply.text

@@ -11,14 +11,17 @@ import sys
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from fastapi.testclient import TestClient
 from typer.testing import CliRunner
 
 from driver import commands_engines
 from driver.cli import _serving, app
 from driver.events import BatchApplied, BatchAssembled, RunEnded, VersionCommitted
 from driver.ledger_db import LedgerDB
+from driver.service import create_app
 from driver.terminal import Service
 from tests.driver.conftest import ready, register
 
@@ -193,10 +196,60 @@ def test_up_in_the_background_goes_on_over_what_a_dead_service_left(tmp_path):
     assert _serving(path) is None, "its process number is another's since"
 
 
-@pytest.mark.parametrize("url", ["127.0.0.1:8791", "notaurl", "ftp://host:1"])
+@pytest.mark.parametrize("url", ["ftp://host:1", "http://[::1"])
 def test_what_is_no_address_is_said_to_be_none_with_the_form_it_should_have(url):
     done = run("status", "--url", url)
     assert done.exit_code != 0 and "write it like http://HOST:PORT" in " ".join(done.output.split())
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:8791", "localhost:8700", "notaurl", "//host:1"])
+def test_an_address_without_a_scheme_is_said_to_lack_it_and_shown_with_it(url):
+    done = run("status", "--url", url)
+    assert done.exit_code == 1 and f"has no scheme: write http://{url.lstrip('/')}" in " ".join((done.output + done.stderr).split())
+
+
+COMMANDS = (
+    ["status"],
+    ["status", "--watch"],
+    ["datasets"],
+    ["submit", str(CONFIG)],
+    ["append", str(CONFIG), "d000000"],
+    ["close", "d000000"],
+    ["mix", "d000000", "--weight", "2"],
+    ["list"],
+    ["show", "s0t0"],
+    ["ps"],
+    ["logs"],
+    ["pause"],
+    ["scale", "rollout", "2"],
+    ["streams"],
+    ["explain", "0"],
+    ["bias"],
+    ["engines"],
+    ["evaluations"],
+    ["why"],
+    ["whatif"],
+    ["begin", "b", "--from", "r"],
+    ["runs"],
+    ["down"],
+)
+
+
+@pytest.mark.parametrize("argv", COMMANDS, ids=lambda argv: argv[0] + "-w" * ("--watch" in argv))
+def test_every_command_tells_a_wrong_token_from_none(monkeypatch, argv):
+    service = create_app(SimpleNamespace(runs={}, waiting={}), token="secret", loopback=True, shutdown=lambda: None)
+    asked = lambda base_url, headers, **_: TestClient(service, base_url=base_url, headers=headers)  # noqa: E731
+    monkeypatch.setattr("driver.terminal.httpx.Client", asked)
+    named = [] if argv[0] in ("runs", "down", "begin") else ["--run", "r"]
+    for token, words in (
+        ("wrong", "the token that was sent is not this service's"),
+        (None, "no token was sent, and this service wants one"),
+    ):
+        env = {"HEADRACE_TOKEN": token, "COLUMNS": "300"}
+        done = CliRunner().invoke(app, [*argv, "--url", "http://service", *named], env=env)
+        said = " ".join((done.output + done.stderr).split())
+        source = "it was taken from HEADRACE_TOKEN" if token else "HEADRACE_TOKEN is not set"
+        assert done.exit_code == 1 and words in said and source in said, said
 
 
 def detached(tmp_path: Path, *settings: str) -> subprocess.CompletedProcess[str]:
