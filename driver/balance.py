@@ -23,6 +23,9 @@ from driver import packing
 from driver.row_cost import TOKENS, RowCost
 from trainer.layout import even_micro_batches, sequence_unit
 
+EVEN = 5e-4  # ranks that meet in every micro-batch wait for each other by so much; what is below is not worth another search
+ROUND = 0.02  # what a micro-batch more costs a rank besides its rows, in the work of one
+
 if TYPE_CHECKING:
     from driver.settings import RunConfig
 
@@ -111,18 +114,21 @@ def _packed(share: Sequence[int], sizes: Sequence[int], work: Sequence[float], b
 
 def _meeting_in_every_micro_batch(sizes: Sequence[int], work: Sequence[float], terms: Terms) -> list[packing.Bins]:
     """Rounds of micro-batches of like work, one for each rank. They are packed for all ranks together, which makes the fewest; where few
-    long rows do not go round, as for ranks that are balanced by themselves, if they then wait less."""
+    long rows do not go round, or little room is left, as for ranks that are balanced by themselves, in one round more if that pays."""
     ranks = terms.ranks
     made = _packed(range(len(work)), sizes, work, terms.budget_tokens, ranks)
     rounds = [_levelled(made[first : first + ranks], sizes, work, terms) for first in range(0, len(made), ranks)]
-    if _waited(rounds, work) > max(sum(work) / ranks, max(work, default=0.0)) * 1.001:
-        shares = _by_rank(sizes, work, terms)
-        others = [
-            _levelled([share[number] if number < len(share) else [] for share in shares], sizes, work, terms)
-            for number in range(max(map(len, shares)))
-        ]
-        if len(others) == len(rounds) and _waited(others, work) < _waited(rounds, work):
-            rounds = others
+    fewest, mean = len(rounds), sum(work) / ranks
+    enough = max(mean, max(work, default=0.0)) * (1.0 + EVEN)
+    for more in (0, 1):
+        price = more * ROUND * mean / max(1, fewest)
+        if _waited(rounds, work) <= enough + price:
+            break
+        shares = [_packed(sorted(s), sizes, work, terms.budget_tokens, fewest + more) for s in packing.split(work, ranks)]
+        if max(map(len, shares)) == fewest + more:
+            others = [_levelled([share[number] for share in shares], sizes, work, terms) for number in range(fewest + more)]
+            if _waited(others, work) + price < _waited(rounds, work):
+                rounds = others
     dealt: list[packing.Bins] = [[] for _ in range(ranks)]
     done = [0.0] * ranks
     for at_once in rounds:

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.plan import BUDGET, COST, draw
 from driver.balance import PlanRow, Terms, deal, mini_batches, plan
 from driver.explain import waited
 from driver.packing import fewest
@@ -155,6 +156,15 @@ def test_N5_ranks_that_meet_in_every_micro_batch_wait_for_little_at_each():
     of_each = [[work(micro, terms) for micro in share] for share in deal(rows, terms)]
     assert len(of_each[0]) >= 3
     assert waited(of_each, even=True) <= 1.0001 * work(rows, terms) / 4
+
+
+def test_N5_ranks_of_an_even_layout_take_one_micro_batch_more_where_two_leave_no_room_to_be_even():
+    """2,048 rows fill 126.9 budgets of 128."""
+    rows = [PlanRow(f"{i:05d}", i, length) for i, length in enumerate(draw("lognormal", 2048, 1))]
+    terms = Terms(64, BUDGET, COST, even=True)
+    dealt = deal(rows, terms)
+    assert {len(share) for share in dealt} == {3}
+    assert waited([[work(micro, terms) for micro in share] for share in dealt], even=True) < 1.002 * work(rows, terms) / 64
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 7, 9])
