@@ -35,8 +35,9 @@ from driver import (
 from driver.commands_ledger import ledger_app
 from driver.config import ConfigError, load_config
 from driver.doctor import examine
-from driver.ended import on_disk
+from driver.ended import ended_in
 from driver.keys import keys, section_at
+from driver.machine import on_disk
 from driver.settings import SECRETS, RunConfig
 from driver.terminal import RunName, Service, Sets, Url, err, fail, out
 
@@ -96,7 +97,7 @@ def import_service() -> ModuleType:
 def _detach(config: Path, overrides: list[str], checked: RunConfig, exit_when_done: bool) -> None:
     directory, run_id = checked.directory, checked.run_id
     before = directory / "service.json"
-    ended = on_disk(directory)
+    ended = ended_in(directory)
     if (running := _serving(before)) is not None:
         fail(f"run {running['run_id']} is up already at {running['url']} (process {running['pid']}); end it first: headrace down")
     before.unlink(missing_ok=True)  # of a service that died
@@ -115,6 +116,8 @@ def _detach(config: Path, overrides: list[str], checked: RunConfig, exit_when_do
             at = f"at {facts['url']} (process {facts['pid']})"
             if ended is None:
                 out.print(f"run {facts['run_id']} is up {at}", highlight=False)
+                for finding in on_disk(checked):
+                    err.print(f"[yellow]warning[/yellow] {finding.words}", highlight=False, soft_wrap=True)
             else:
                 out.print(ended.words(facts["run_id"]), highlight=False, soft_wrap=True)
                 out.print(f"it is only shown, {at}; headrace down ends that", highlight=False, soft_wrap=True)

@@ -41,14 +41,18 @@ def streams(url: Url = None, run: RunName = None) -> None:
 
 def plan(config: Annotated[Path, typer.Argument(help="the run's YAML")], overrides: Sets = None) -> None:
     """What a configuration would start and where: roles, streams, placement, warnings. Nothing is started. Status 2: it can not be."""
+    from driver.machine import on_disk
     from driver.planned import plan_of
     from driver.planner import PlanError
 
     try:
-        made = plan_of(load_config(config, overrides))
+        checked = load_config(config, overrides)
+        made = plan_of(checked)
     except (ConfigError, PlanError) as error:
         fail(str(error), 2)
     show(made, out)
+    for finding in on_disk(checked):
+        out.print(f"[yellow]warning[/yellow] {finding.words}", highlight=False, soft_wrap=True)
 
 
 def show(plan: "Plan", out: Console) -> None:

@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from driver.config import ConfigError, load_config
-from driver.machine import Finding, huge_pages, left_behind, room
+from driver.machine import Finding, huge_pages, left_behind, on_disk, room
 from driver.mooncake import absent, lacking
 from driver.planned import plan_of
 from driver.planner import PlanError
@@ -41,7 +41,16 @@ def examine(path: Path | None, overrides: list[str]) -> list[Finding]:
             findings.append(Finding("configuration", "ok", f"{path}: run {config.run_id}, {engines} engine(s)"))
         except ConfigError as error:
             findings.append(Finding("configuration", "missing", str(error)))
-    findings += [_trainer(config), _gpu(), _transformer_engine(), _sglang(config), *room(config), *huge_pages(config), _cores(config)]
+    findings += [
+        _trainer(config),
+        _gpu(),
+        _transformer_engine(),
+        _sglang(config),
+        *room(config),
+        *on_disk(config),
+        *huge_pages(config),
+        _cores(config),
+    ]
     findings += left_behind(config)
     findings.append(_mooncake(config))
     if config is not None:

@@ -41,7 +41,7 @@ class Ended:
         )
 
 
-def on_disk(directory: Path) -> Ended | None:
+def ended_in(directory: Path) -> Ended | None:
     """Of a run directory. None: there is no run in it, it goes on at its next start, or only that start can read it."""
     path = directory / "ledger.sqlite"
     if not path.is_file():

@@ -19,6 +19,7 @@ from store.places import SHARED_MEMORY, occupied
 
 OWN_FILES = 512  # logs, sockets, libraries of one process
 ROW_FILES = 2  # a row's objects, mapped
+MEMORY_KINDS = ("tmpfs", "ramfs", "hugetlbfs")
 
 
 @dataclass(frozen=True)
@@ -50,14 +51,33 @@ def left_behind(config: RunConfig | None) -> Iterator[Finding]:
 def huge_pages(config: RunConfig | None) -> Iterator[Finding]:
     """Whether large objects get pages of 2 MB: then a put is as fast as a copy in memory, and a read as a read."""
     place = SHARED_MEMORY if config is None or config.store_kind == "mooncake" else _there(config.store_directory)
-    mounted = next(path for path in (place.resolve(), *place.resolve().parents) if path.is_mount())
-    mounts = [mount for mount in psutil.disk_partitions(all=True) if (mount.mountpoint, mount.fstype) == (str(mounted), "tmpfs")]
-    options = mounts[-1].opts.split(",") if mounts else []
+    mounted, kind, opts = _mounted(place)
+    options = opts.split(",") if kind == "tmpfs" else []
     if options and {"huge=always", "huge=within_size"} & set(options):
         yield Finding("huge pages", "ok", f"{mounted} gives large objects pages of 2 MB")
     elif options:
         remedy = f"as root, on the host: mount -o remount,huge=within_size {mounted}"
         yield Finding("huge pages", "absent", f"{mounted} has pages of 4 KB, which make large objects two to three times as slow; {remedy}")
+
+
+def on_disk(config: RunConfig | None) -> Iterator[Finding]:
+    """A store that lies on no memory file system: it works, with the disk's speed."""
+    if config is None or config.store_kind == "mooncake":
+        return
+    mounted, kind, _ = _mounted(_there(config.store_directory))
+    if kind not in MEMORY_KINDS:
+        words = (
+            f"store.directory {config.store_directory} lies on {kind} (mounted at {mounted}), not in memory: rows and weights go through a "
+            f"disk, which is slow and wears it out; leave store.directory out for {SHARED_MEMORY}, or name one on a tmpfs"
+        )
+        yield Finding("store", "absent", words)
+
+
+def _mounted(place: Path) -> tuple[Path, str, str]:
+    """What is mounted there last: where, of which kind, with which options."""
+    mounted = next(path for path in (place.resolve(), *place.resolve().parents) if path.is_mount())
+    mounts = [mount for mount in psutil.disk_partitions(all=True) if mount.mountpoint == str(mounted)]
+    return (mounted, mounts[-1].fstype, mounts[-1].opts) if mounts else (mounted, "an unknown file system", "")
 
 
 def _there(root: Path) -> Path:

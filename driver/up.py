@@ -25,7 +25,7 @@ from driver import collector
 from driver.config import ConfigError
 from driver.datasets import DatasetError
 from driver.ledger_db import LedgerError
-from driver.machine import left_behind, needed
+from driver.machine import left_behind, needed, on_disk
 from driver.planned import plan_of
 from driver.planner import PlanError
 from driver.run import Run
@@ -103,6 +103,8 @@ async def serve(config: RunConfig, *, exit_when_done: bool, quiet: bool) -> int:
         sock.close()
         raise CannotStart("; ".join(lacking))
     log_to(config.directory / "logs" / "driver.log", also_terminal=not quiet)  # the first that makes a directory
+    for finding in on_disk(config):
+        log.warning("%s", finding.words)
     for finding in left_behind(config):
         log.warning("left behind: %s", finding.words)
     collector.settle()

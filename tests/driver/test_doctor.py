@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from driver import doctor, up
+from driver import doctor, machine, up
 from driver.cli import app
 from driver.config import load_config
 from driver.doctor import examine
@@ -116,3 +116,18 @@ def test_O5_engines_elsewhere_are_asked_what_they_can_do(tmp_path):
     assert "embedded, as SGLang 0.5.23; tp 1, weights by store" in words and "frees no memory" in words
     assert missing(findings) == [f"engine {nowhere}", "router"]
     assert "connection refused" in findings[f"engine {nowhere}"].words and "can not be reached" in findings["router"].words
+
+
+def test_O2_a_store_on_a_disk_is_warned_of_by_doctor_and_plan_with_the_file_system_and_the_remedy(monkeypatch, tmp_path):
+    mounts = [SimpleNamespace(mountpoint=str(mount), fstype=kind, opts="rw") for mount, kind in (("/", "ext4"), ("/dev/shm", "tmpfs"))]
+    monkeypatch.setattr(machine.psutil, "disk_partitions", lambda all: mounts)
+    monkeypatch.setattr(Path, "is_mount", lambda path: str(path) in ("/", "/dev/shm"))
+    disk = ["service.port=0", f"store.directory={tmp_path}/store"]
+    finding = found(*disk)["store"]
+    assert finding.state == "absent" and f"{tmp_path}/store lies on ext4 (mounted at /), not in memory" in finding.words
+    assert "leave store.directory out for /dev/shm" in finding.words
+    assert "store" not in found("service.port=0"), "the default is memory"
+    for words, settings in ((True, disk), (False, disk[:1])):
+        flags = [part for each in settings for part in ("--set", each)]
+        done = CliRunner().invoke(app, ["plan", str(CONFIG), *flags])
+        assert done.exit_code == 0 and ("lies on ext4" in done.output) == words, done.output
