@@ -33,6 +33,7 @@ DEFAULT_TASK_TYPE = "default"
 MAX_LINE_BYTES = 16 << 20
 BATCH_ROWS = 500
 BATCH_BYTES = 16 << 20
+MAX_DEPTH = 100  # of lists and objects in each other: whoever reads a row later has less of the stack left than who took it in
 _TARGETS = ("prompt", "messages", "answer", "task_type", "id")
 _PARQUET_MAGIC = b"PAR1"
 _LONG_INTEGER = re.compile(rb"[0-9]{19}")
@@ -193,9 +194,19 @@ def _jsonl_records(stream: BinaryIO) -> Iterator[tuple[int, dict[str, Any], int]
             raise DatasetError(f"line {number} {_what_is_wrong(line, error)}", number) from None
         if not isinstance(record, dict):
             raise DatasetError(f"line {number} is {_kind(record)}, not a JSON object; write one {{...}} per line", number)
+        if line.count(b"[") + line.count(b"{") > MAX_DEPTH and _is_deep(record):
+            raise DatasetError(f"line {number} has lists and objects more than {MAX_DEPTH} deep; write such a field as text", number)
         if _LONG_INTEGER.search(line):
             _check_integers(line, number)
         yield number, record, len(line)
+
+
+def _is_deep(record: dict[str, Any]) -> bool:
+    level: list[Any] = [record]
+    for _ in range(MAX_DEPTH):
+        below = (child for node in level for child in (node.values() if isinstance(node, dict) else node))
+        level = [child for child in below if isinstance(child, list | dict)]
+    return bool(level)
 
 
 def _check_integers(line: bytes, number: int) -> None:
@@ -231,6 +242,8 @@ def _parquet_records(stream: BinaryIO) -> Iterator[tuple[int, dict[str, Any], in
                 yield number, msgspec.to_builtins(record), size_bytes
     except (pa.ArrowException, OSError) as error:
         raise DatasetError(f"the Parquet file is damaged after row {number}: {error}; write it again") from error
+    except (ValueError, OverflowError) as error:  # what Python has no value for: nanoseconds, the year 30000, text that is not UTF-8
+        raise DatasetError(f"the Parquet file can not be read after row {number}: {error}; write such a column as text") from error
 
 
 # ---- from a record to a row ----------------------------------------------------------------------------------------------------------

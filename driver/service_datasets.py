@@ -234,10 +234,12 @@ async def _add(
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    for number, (target, _) in enumerate(pairs):
-        if target in dict(pairs[:number]):
+    once: dict[str, Any] = {}
+    for target, name in pairs:
+        if target in once:
             raise DatasetError(f"mapping names {target!r} twice; leave one")
-    return dict(pairs)
+        once[target] = name
+    return once
 
 
 def _mapping(text: str | None) -> dict[str, str | None] | None:
@@ -245,8 +247,10 @@ def _mapping(text: str | None) -> dict[str, str | None] | None:
         return None
     try:
         value = json.loads(text, object_pairs_hook=_once)
-    except json.JSONDecodeError as error:
-        raise DatasetError(f'mapping is not JSON ({error.msg}); write it like {{"prompt": "question"}}') from None
+    except DatasetError:
+        raise
+    except (ValueError, RecursionError) as error:  # beside what is no JSON: numbers too long, lists too deep
+        raise DatasetError(f'mapping is not JSON ({error}); write it like {{"prompt": "question"}}') from None
     if not isinstance(value, dict) or not all(isinstance(v, str | None) for v in value.values()):
         raise DatasetError('mapping must be an object of names, like {"prompt": "question", "answer": "label"}')
     return value

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from driver.datasets import BATCH_ROWS, DataRow, DatasetError, read_rows, resolve_under, validate
+from driver.datasets import BATCH_ROWS, MAX_DEPTH, DataRow, DatasetError, read_rows, resolve_under, validate
 
 GOOD = {"prompt": "sort 312 =", "answer": "123", "task_type": "sort"}
 
@@ -182,6 +182,40 @@ def test_O4_a_damaged_parquet_and_a_wrong_extension_are_refused(tmp_path: Path) 
     (tmp_path / "data.parquet").write_bytes(jsonl(GOOD))
     assert "does not begin with PAR1" in str(refusal(tmp_path / "data.parquet"))
     assert "begins with PAR1" in str(refusal(parquet([GOOD]), format="jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("column", "words"),
+    [
+        (pa.array([1], pa.timestamp("ns")), "Nanosecond resolution"),
+        (pa.array([2**60], pa.timestamp("us")), "out of range"),
+        (pa.array([2**30], pa.date32()), "days=1073741824"),
+        (pa.array([b"\xff"], pa.binary()).view(pa.string()), "can't decode byte 0xff"),
+        (pa.StructArray.from_arrays([pa.array([1]), pa.array([2])], names=["x", "x"]), "duplicate field names"),
+    ],
+    ids=["nanoseconds", "far time", "far day", "no UTF-8", "one name twice"],
+)
+def test_O4_a_parquet_column_that_python_has_no_value_for_is_refused_with_the_reason(column: pa.Array, words: str) -> None:
+    sink = io.BytesIO()
+    pq.write_table(pa.table({"prompt": ["a"], "answer": ["b"], "more": column}), sink)
+    said = str(refusal(sink.getvalue()))
+    assert words in said and "write such a column as text" in said
+
+
+@pytest.mark.parametrize("inner", ["", "1234567890123456789"])
+@pytest.mark.parametrize("way", ["[]", '{"a": }'])
+def test_O4_a_row_that_is_nested_too_deep_for_its_readers_is_refused_with_its_line(way: str, inner: str) -> None:
+    def nested(depth: int) -> bytes:
+        opened, closed = way[:-1] * depth, way[-1] * depth
+        return jsonl(GOOD) + f'{{"prompt": "a", "answer": {opened}{inner or "null"}{closed}}}\n'.encode()
+
+    assert len(rows_of(nested(99))) == 2
+    for depth in (100, 300, 985, 1015):
+        assert f"line 2 has lists and objects more than {MAX_DEPTH} deep" in str(refusal(nested(depth)))
+
+
+def test_O4_a_long_flat_row_is_not_taken_for_a_deep_one() -> None:
+    assert len(rows_of(jsonl(GOOD | {"pairs": [[1, {"a": 2}]] * 1000}))) == 1
 
 
 def test_O4_a_large_file_is_read_in_bounded_memory(tmp_path: Path) -> None:

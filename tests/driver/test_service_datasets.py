@@ -315,6 +315,12 @@ async def test_O1_a_mapping_over_rest_that_names_a_target_twice_is_refused(rest)
     assert "mapping names 'prompt' twice; leave one" in said
 
 
+@pytest.mark.parametrize("mapping", ["[" * 20_000, '{"answer": ' + "1" * 5000 + "}", "{"], ids=["deep", "a long number", "cut short"])
+async def test_O1_a_mapping_over_rest_that_can_not_be_read_is_refused(rest, mapping):
+    said = await rest.refused("POST", content=body("a"), params={"mapping": mapping})
+    assert "mapping is not JSON" in said and len(said) < 500
+
+
 def test_maps_of_several_options_are_one_mapping():
     assert json.loads(mapping_json(["prompt=question, answer=label", "id=nr"]) or "") == {
         "prompt": "question",
