@@ -76,7 +76,7 @@ class TokenizerView:
         copied = [dict(message) for message in messages]
         try:
             return self._template.render(messages=copied, add_generation_prompt=True, **self._special, **variables)
-        except TemplateError as error:
+        except Exception as error:  # a program raises what it likes, a TypeError for content that is null, say
             raise ValueError(
                 f"the chat template of {self.model_path} refused the messages: {error}; check roles and their order"
             ) from error

@@ -72,6 +72,13 @@ def test_a_template_that_refuses_says_why(make_model):
         view.prompt_ids([{"role": "user", "content": "hi"}])
 
 
+@pytest.mark.parametrize("content", [None, [{"type": "text", "text": "hi"}], 7])
+def test_H3_a_template_that_fails_with_an_error_of_pythons_refuses_the_messages(make_model, content):
+    view = TokenizerView(make_model(chat_template="{% for m in messages %}{{ m['role'] + ': ' + m['content'] }}{% endfor %}"))
+    with pytest.raises(ValueError, match="refused the messages: can only concatenate str"):
+        view.prompt_ids([{"role": "user", "content": content}])
+
+
 @pytest.mark.parametrize(
     "attack", ["{{ messages.__class__.__mro__ }}", "{{ ''.__class__.__base__.__subclasses__() }}", "{{ messages.append(1) }}"]
 )
