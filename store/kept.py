@@ -66,7 +66,7 @@ class Kept:
             write_pieces(handle, pieces)  # a fault in a page that was never written would fill it with zeros first
             mapped = _Mapped.of(path, length_bytes)
         if mapped is not None:
-            self._mapped[inode] = mapped
+            self._keep(inode, mapped)
 
     def close(self) -> None:
         while self._mapped:
@@ -75,10 +75,19 @@ class Kept:
     def _prune(self) -> None:
         """Those of files that are gone, and the oldest of too many."""
         surplus = len(self._mapped) - _MOST
-        for inode, mapped in list(self._mapped.items()):
-            if (surplus > 0 or os.fstat(mapped.handle).st_nlink == 0) and self._mapped.pop(inode, None) is not None:
+        for inode in list(self._mapped):
+            mapped = self._mapped.pop(inode, None)  # so that no other thread closes it meanwhile
+            if mapped is None:
+                continue
+            if surplus > 0 or os.fstat(mapped.handle).st_nlink == 0:
                 mapped.close()
                 surplus -= 1
+            else:
+                self._keep(inode, mapped)
+
+    def _keep(self, inode: int, mapped: _Mapped) -> None:
+        if self._mapped.setdefault(inode, mapped) is not mapped:  # another thread has mapped the file since
+            mapped.close()
 
 
 def _copy_pieces(mapping: mmap.mmap, pieces: Sequence[tuple[int, memoryview]]) -> None:

@@ -61,7 +61,7 @@ class Spares:
             return None
         except OSError:
             os.close(handle)
-            path.unlink(missing_ok=True)
+            _give_up(path)
             raise
 
     def make_room(self, used_bytes: int, capacity_bytes: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import gc
 import json
@@ -255,6 +256,45 @@ def test_B2_a_spare_file_that_is_given_up_keeps_no_memory_though_its_writer_has_
     assert mappings_of(root) == ["rw-s"], "of the file that is gone nothing is left"
     store.close()
     assert mappings_of(root) == []
+
+
+def test_B2_a_spare_file_that_can_not_grow_keeps_no_memory_though_its_writer_has_it_mapped(
+    store: EmbeddedStore, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for value in range(2):
+        store.free([store.put("k", large(value))])
+    (mapped,) = store._kept._mapped.values()
+    real, blocks = os.posix_fallocate, []
+
+    def full_once(handle: int, start: int, length: int) -> None:
+        if start:  # what grows
+            raise OSError(errno.ENOSPC, "no space")
+        blocks.append(os.fstat(mapped.handle).st_blocks)
+        real(handle, start, length)
+
+    monkeypatch.setattr(os, "posix_fallocate", full_once)
+    ref = store.put("longer", large(3, LARGE + 5000))
+    assert blocks == [0], "its pages are there for the file that takes its place"
+    assert (store.open(ref)["a"] == 3).all()
+
+
+def test_threads_that_let_go_of_mappings_at_once_do_not_close_what_another_looks_at(
+    store: EmbeddedStore, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.free([store.put("k", large(1))])
+    (mapped,) = store._kept._mapped.values()
+    store._spares.shrink()
+    real = os.fstat
+
+    def meanwhile(handle: int) -> os.stat_result:
+        if handle == mapped.handle:
+            monkeypatch.setattr(os, "fstat", real)
+            store._kept._prune()  # another thread's
+        return real(handle)
+
+    monkeypatch.setattr(os, "fstat", meanwhile)
+    assert (store.open(store.put("k", large(2)))["a"] == 2).all()
+    assert mappings_of(root) == ["rw-s"]
 
 
 def _target(name: str) -> str:
