@@ -30,7 +30,7 @@ SECRETS = {"service": {"token"}, "rollout": {"engine_api_key", "engine_admin_key
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 def _from_environment(value: str | None) -> str | None:

@@ -11,7 +11,7 @@ from driver.mix import Change, check_one
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class FilterConfig(_Section):

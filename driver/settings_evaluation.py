@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class EvaluationConfig(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     data: Path = Field(description="the held-out rows, JSONL or Parquet, as a dataset's; their task types need a scorer")
     mapping: dict[str, str] = Field({}, description="field mapping, as at a submit: {prompt: question, answer: label}")

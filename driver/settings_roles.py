@@ -15,7 +15,7 @@ NAME = r"^[a-z][a-z0-9_]{0,31}$"
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, populate_by_name=True)
 
 
 class _Stream(_Section):

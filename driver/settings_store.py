@@ -15,7 +15,7 @@ MASTER = re.compile(r"(?P<host>[A-Za-z0-9._-]+):(?P<port>\d{1,5})")
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class MooncakeConfig(_Section):

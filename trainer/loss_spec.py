@@ -18,7 +18,7 @@ POLICIES = ("ppo_clip", "dual_clip", "gspo", "cispo", "decoupled_ppo")
 
 
 class Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class CorrectionSpec(Strict):

@@ -181,6 +181,13 @@ def test_bf16_widens_what_a_push_may_differ_by_unless_it_is_set_and_halves_what_
     assert weights_bytes(model, "float32") == 2 * weights_bytes(model, "bfloat16") == (model / "model.safetensors").stat().st_size
 
 
+@pytest.mark.parametrize("value", [".inf", "-.inf", ".nan"])
+@pytest.mark.parametrize("key", ["trainer.learning_rate", "trainer.loss.dual_clip", "stop.reward", "rollout.sampling.temperature"])
+def test_O1_a_number_that_is_not_finite_is_refused(tmp_path: Path, key: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=f"{key} is -?(inf|nan)"):
+        load_config(write(tmp_path), [f"{key}={value}"])
+
+
 def test_files_that_are_no_configuration_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="no configuration file"):
         load_config(tmp_path / "absent.yaml")
