@@ -246,6 +246,10 @@ class Feed:
                 known, before = self._keys[idempotency_key]
                 if digest is not None and before is not None and digest != before:
                     raise FeedError(f"the idempotency key {idempotency_key!r} was used for another body; take a new key for new rows")
+                if dataset_id not in (None, known):
+                    raise FeedError(
+                        f"the idempotency key {idempotency_key!r} was used for dataset {known}; take a new one for {dataset_id}"
+                    )
                 return known, 0, False
             if dataset_id is not None and self._get(dataset_id).closed:
                 raise FeedError(f"dataset {dataset_id} is closed; submit a new one")

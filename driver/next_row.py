@@ -21,7 +21,7 @@ from driver.settings import RunConfig
 from rollout.tokens import TokenizerView
 
 log = logging.getLogger("headrace.next_row")
-AT_ONCE = 100  # rows that are passed by before the other loops have their turn
+AT_ONCE, AT_ONCE_S = 100, 0.02  # so many rows are passed by, or for so long, before the other loops have their turn
 
 
 class Unfit(ValueError):
@@ -68,6 +68,7 @@ class NextRow:
         core = self._core
         if core.draining is not None:
             return True
+        until = time.monotonic() + AT_ONCE_S
         for _ in range(AT_ONCE):
             place = core.feed.next_place(core.ledger.cursor)
             if place is None:
@@ -76,6 +77,8 @@ class NextRow:
                 self._pass_by(place)
             elif self._fits(place):
                 return True
+            if time.monotonic() > until:
+                break
         return False
 
     def _pass_by(self, place: Place) -> None:

@@ -236,6 +236,7 @@ def create_app(fleet: Runs, *, token: str | None, loopback: bool, shutdown: Call
     @app.post("/v1/runs/{run}/pause", tags=["runs"], status_code=202)
     async def pause(run: RunDep) -> dict[str, str]:
         """Send nothing new; what is in flight ends."""
+        _not_ending(run)
         run.pause()
         await run.core.db.durable()  # what was accepted holds over a crash
         return {"run_id": run.core.run_id, "state": run.state}
@@ -243,6 +244,7 @@ def create_app(fleet: Runs, *, token: str | None, loopback: bool, shutdown: Call
     @app.post("/v1/runs/{run}/resume", tags=["runs"], status_code=202)
     async def resume(run: RunDep) -> dict[str, str]:
         """Go on after a pause."""
+        _not_ending(run)
         run.resume()
         await run.core.db.durable()  # what was accepted holds over a crash
         return {"run_id": run.core.run_id, "state": run.state}
@@ -250,6 +252,7 @@ def create_app(fleet: Runs, *, token: str | None, loopback: bool, shutdown: Call
     @app.post("/v1/runs/{run}/drain", tags=["runs"], status_code=202)
     async def drain(run: RunDep) -> dict[str, str]:
         """No new samples; what is registered is finished and trained, then the run ends."""
+        _not_ending(run)
         run.drain()
         await run.core.db.durable()  # what was accepted holds over a crash
         return {"run_id": run.core.run_id, "state": run.state}
@@ -277,6 +280,12 @@ def create_app(fleet: Runs, *, token: str | None, loopback: bool, shutdown: Call
     add_bias_routes(app, RunDep)
     add_limit_routes(app, RunDep)
     return app
+
+
+def _not_ending(run: Run) -> None:
+    """What was cancelled stays so, and says so."""
+    if run.core.ending is not None and run.core.ledger.ended is None:
+        raise HTTPException(409, f"run {run.core.run_id} is ending ({run.core.ending}), and ends behind the batch in training")
 
 
 def _same_site(origin: str | None, host: str | None) -> bool:

@@ -2,7 +2,7 @@
 
     preamble (32 bytes)  magic · format version · table length · object length · CRC-32 of the table · schema version
     table                msgspec JSON: [{name, dtype, shape, offset}, …]
-    columns              little-endian, C order, gaps zero
+    columns              little-endian, C order; what lies in the gaps is nobody's, and may be of an older object in the same file
 
 `read_table` accepts nothing it cannot vouch for: another magic, a newer version of the format or of the schema, a length that is not the
 file's, a table that does not match its checksum, or a column that reaches past the end is `Damaged`, never an array of the wrong bytes.

@@ -7,6 +7,7 @@ lock, so it is no lease; and whoever gives a spare file up truncates it, so it k
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 from collections.abc import Iterator, Sequence
@@ -42,7 +43,8 @@ class _Mapped:
             return None
 
     def close(self) -> None:
-        self.mapping.close()
+        with contextlib.suppress(BufferError):  # a copy that failed is still on its way out: it goes with that error
+            self.mapping.close()
         os.close(self.handle)
 
 
@@ -61,7 +63,11 @@ class Kept:
             mapped.close()
             mapped = None
         if mapped is not None:
-            _copy_pieces(mapped.mapping, pieces)
+            try:
+                _copy_pieces(mapped.mapping, pieces)
+            except BaseException:
+                mapped.close()
+                raise
         else:
             write_pieces(handle, pieces)  # a fault in a page that was never written would fill it with zeros first
             mapped = _Mapped.of(path, length_bytes)

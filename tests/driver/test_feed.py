@@ -270,6 +270,14 @@ async def test_W6_an_idempotency_key_used_for_another_body_is_refused(fed):
     assert again(fed).rows == 1
 
 
+async def test_W6_an_idempotency_key_of_one_dataset_adds_nothing_to_another_and_says_so(fed):
+    first, second = [(await fed.feed.add(None, name, rows(name), name))[0] for name in "ab"]
+    await fed.feed.add(first, "a", rows("c"), "key", "digest")
+    with pytest.raises(FeedError, match=f"was used for dataset {first}; take a new one for {second}"):
+        await again(fed).add(second, "b", rows("c"), "key", "digest")
+    assert await again(fed).add(first, "a", rows("c"), "key", "digest") == (first, 0, False)
+
+
 async def test_W6_a_submit_sent_again_changes_no_share(fed):
     dataset = await fed.add("a", key="key", share=Change(2.0))
     fed.mix(**{dataset: 5.0})

@@ -96,7 +96,8 @@ def refuse(*_: object, **__: object) -> list[int]:
     raise ValueError("no chat template")
 
 
-async def test_many_rows_that_do_not_fit_let_other_loops_have_their_turn(lab):
+async def test_many_rows_that_do_not_fit_let_other_loops_have_their_turn(lab, monkeypatch):
+    monkeypatch.setattr("driver.next_row.AT_ONCE_S", 60.0)
     await given_rows(lab, *[LONG] * 150, "a")
     assert not lab.dispatch.next_row.look(), "not all at once"
     assert lab.core.feed.left_out("d000000") == 100
@@ -129,3 +130,11 @@ async def test_W2_what_is_left_out_changes_neither_which_other_rows_come_nor_the
     finally:
         fed.db.close()
         whole.db.close()
+
+
+async def test_O3_long_prompts_that_do_not_fit_do_not_hold_the_other_loops(lab, monkeypatch):
+    await given_rows(lab, *[LONG] * 5, "a")
+    clock = iter(range(1000))
+    monkeypatch.setattr("driver.next_row.time.monotonic", lambda: next(clock))
+    looks = [lab.dispatch.next_row.look() for _ in range(6)]
+    assert looks == [False] * 5 + [True]

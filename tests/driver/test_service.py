@@ -131,3 +131,11 @@ def test_every_answer_that_is_no_success_is_declared():
             assert refused["required"] == ["error"] and {"4XX", "503"} < call["responses"].keys(), (method, path)
     submit = client().get("/openapi.json").json()["paths"]["/v1/runs/{run}/datasets"]["post"]
     assert submit["requestBody"]["content"].keys() == {"application/octet-stream", "application/json"}
+
+
+@pytest.mark.parametrize("command", ["pause", "resume", "drain"])
+def test_A2_a_run_that_was_cancelled_can_not_be_paused_resumed_or_drained(command):
+    run = SimpleNamespace(core=SimpleNamespace(run_id="r", ending="cancelled", ledger=SimpleNamespace(ended=None)))
+    service = TestClient(create_app(fleet({"r": run}), token=None, loopback=True, shutdown=lambda: None), raise_server_exceptions=False)
+    reply = service.post(f"/v1/runs/r/{command}")
+    assert reply.status_code == 409 and "run r is ending (cancelled)" in reply.json()["error"]["message"]
