@@ -55,8 +55,8 @@ def test_W1_a_run_finds_its_store_where_it_was_and_elsewhere_if_somebody_took_it
 
 
 def test_its_own_owner_is_told_the_location_its_share_and_whether_the_master_is_its_too(config: Make) -> None:
-    place = place_of(config("store.mooncake.segment_bytes=33554432"))
-    flags = ["--location", place.location, "--port", "7", "--capacity-bytes", str(32 * MB), "--host", "127.0.0.1"]
+    place = place_of(config("store.mooncake.segment_bytes=134217728"))
+    flags = ["--location", place.location, "--port", "7", "--capacity-bytes", str(128 * MB), "--host", "127.0.0.1"]
     assert place.owner(7) == [*flags, "--master"] and starts_owner(config())
     theirs = config("store.mooncake.master=10.0.0.4:50051", "store.mooncake.segment_bytes=0")
     assert place_of(theirs).location == f"mooncake:10.0.0.4:50051/{theirs.run_id}?http=9003"
