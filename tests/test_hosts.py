@@ -74,6 +74,7 @@ def settings(network: Network, *more: str) -> tuple[str, ...]:
     return (
         f"hosts=[{network.address(2)}, {network.address(3)}]",  # and so the store is Mooncake's
         f"store.capacity_bytes={64 << 20}",
+        "store.inline_bytes=0",  # so short a row would ride in its reference
         "stop.batches=150",
         f"batch.samples={SAMPLES}",
         f"rollout.n={N}",
