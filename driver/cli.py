@@ -46,6 +46,7 @@ app = typer.Typer(
     add_completion=False,
     help="Asynchronous reinforcement learning of language models. A service with a token: put it into HEADRACE_TOKEN.",
 )
+ANSWER_S = 120.0  # a start on a crowded machine; a process that ends is noticed at once
 config_app = typer.Typer(no_args_is_help=True, help="Look at configuration files.")
 app.add_typer(config_app, name="config")
 selfcheck_app = typer.Typer(no_args_is_help=True, help="Does what is yours keep its contract?")
@@ -110,7 +111,8 @@ def _detach(config: Path, overrides: list[str], checked: RunConfig, exit_when_do
     with log_path.open("ab") as log:
         start = log.tell()
         child = subprocess.Popen(argv, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True)
-    for _ in range(600):
+    until = time.monotonic() + ANSWER_S
+    while time.monotonic() < until:
         if before.exists():
             facts = json.loads(before.read_text())
             at = f"at {facts['url']} (process {facts['pid']})"
@@ -130,7 +132,10 @@ def _detach(config: Path, overrides: list[str], checked: RunConfig, exit_when_do
             _unmake(made)
             fail(text.removeprefix("error ").replace("\n", " ") or f"the service ended with status {child.returncode}")
         time.sleep(0.05)
-    fail(f"the service did not answer within 30 s; see {directory}/logs")
+    fail(
+        f"the service (process {child.pid}) has not answered for {ANSWER_S:.0f} s and goes on starting: ask it with headrace status, or "
+        f"see {log_path} and end the process"
+    )
 
 
 def _serving(path: Path) -> dict[str, Any] | None:
@@ -232,6 +237,7 @@ def status(
         "run_id",
         "state",
         "failure",
+        "ended",
         "batches",
         "trained_version",
         "serving_version",

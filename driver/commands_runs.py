@@ -18,7 +18,8 @@ def runs(url: Url = None) -> None:
     table = Table(*COLUMNS, "", box=None)
     for run in Service(url).call("GET", "/v1/runs"):
         cells = ("" if run.get(column) is None else run[column] for column in COLUMNS)
-        table.add_row(*(f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in cells), run.get("reason", ""))
+        words = run.get("reason") or run.get("failure") or run.get("ended") or ""
+        table.add_row(*(f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in cells), words)
     out.print(table)
 
 

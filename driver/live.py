@@ -70,7 +70,8 @@ def draw(
     counted = status["trajectories"]
     grid.add_row("trained", f"{counted['trained']} trajectories   discarded {counted['discarded']}   registered {counted['registered']}")
     grid.add_row("why", Text(why["sentence"], style="yellow"))
-    title = f"headrace · {status['run_id']} · {status['state']} · {status['uptime_s']:.0f} s"
+    state = f"{status['state']} ({status['ended']})" if status["ended"] else status["state"]
+    title = f"headrace · {status['run_id']} · {state} · {status['uptime_s']:.0f} s"
     return Panel(grid, title=title, border_style="red" if status["failure"] else "cyan")
 
 

@@ -35,6 +35,7 @@ def status(run: Run) -> dict[str, Any]:
         "run_id": config.run_id,
         "state": run.state,
         "failure": run.failure,
+        "ended": ledger.ended,
         "run_dir": str(config.directory),
         "uptime_s": round(time.monotonic() - run.core.started, 3),
         "epoch": ledger.epoch,

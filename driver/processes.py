@@ -167,7 +167,8 @@ class Processes:
         if role not in self.wanted:
             raise NotScalable(f"there is no role {role!r} to scale; there are {', '.join(self.wanted.roles)}")
         if self._launcher is None or self._stopping or self._core.ledger.ended is not None:
-            raise NotScalable(f"run {self._core.run_id} is {self._run.state}: it has no processes to scale")
+            state = "ending" if self._run.state == "running" else self._run.state
+            raise NotScalable(f"run {self._core.run_id} is {state}: it has no processes to scale")
         least = 0 if role in self._config.roles or (role == "rollout" and self.outside.engines) else 1
         if not least <= count <= MOST_INSTANCES:
             hold = "; to hold the run for a while: headrace pause" if count == 0 else ""

@@ -67,6 +67,7 @@ def test_A1_A2_E12_a_run_takes_over_the_engines_and_datasets_of_another_and_a_th
         first = service.run()
         assert first["state"] == "finished" and first["committed_version"] == first["trained_version"]
         assert "run ended: cancelled" in "".join(first["trajectories"]["reasons"]) or not first["trajectories"]["discarded"]
+        assert first["ended"] == "cancelled", "a finished run says how it ended"
 
         assert begin(service, **{"run_id": "c", "from": "b", "set": {"stop.batches": 3}}).status_code == 202
         third = wait(service, "c", lambda s: s["state"] == "finished", "the end of the third run, on engines of its own")

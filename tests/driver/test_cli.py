@@ -17,7 +17,7 @@ import pytest
 from fastapi.testclient import TestClient
 from typer.testing import CliRunner
 
-from driver import commands_engines
+from driver import cli, commands_engines
 from driver.cli import _serving, app
 from driver.events import BatchApplied, BatchAssembled, RunEnded, VersionCommitted
 from driver.ledger_db import LedgerDB
@@ -313,3 +313,24 @@ def test_up_in_the_background_on_a_run_that_has_ended_says_so_with_its_result_an
         timeout=60,
     )
     assert done.returncode == 0 and "run sort-digits has ended (all batches trained)" in done.stdout, done.stderr
+
+
+def test_a_start_that_takes_long_is_said_to_go_on_and_not_to_have_failed(tmp_path, monkeypatch):
+    started = []
+
+    def starts(argv, **options):
+        started.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], **options))
+        return started[0]
+
+    monkeypatch.setattr(cli, "ANSWER_S", 0.2)
+    monkeypatch.setattr(cli, "subprocess", SimpleNamespace(Popen=starts, DEVNULL=subprocess.DEVNULL))
+    try:
+        done = run("up", str(CONFIG), "--detach", "--set", f"run_dir={tmp_path}/run", "--set", "service.port=0")
+        assert done.exit_code == 1 and f"(process {started[0].pid}) has not answered for 0 s and goes on starting" in " ".join(
+            done.output.split()
+        )
+        assert started[0].poll() is None
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
