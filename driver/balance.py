@@ -24,7 +24,7 @@ from driver.row_cost import TOKENS, RowCost
 from trainer.layout import even_micro_batches, sequence_unit
 
 EVEN = 5e-4  # ranks that meet in every micro-batch wait for each other by so much; what is below is not worth another search
-ROUND = 0.02  # what a micro-batch more costs a rank besides its rows, in the work of one
+ROUND = 0.02  # what a micro-batch more costs a rank besides its rows, in the work of one: a guess, not measured on GPUs
 
 if TYPE_CHECKING:
     from driver.settings import RunConfig
@@ -120,11 +120,12 @@ def _meeting_in_every_micro_batch(sizes: Sequence[int], work: Sequence[float], t
     rounds = [_levelled(made[first : first + ranks], sizes, work, terms) for first in range(0, len(made), ranks)]
     fewest, mean = len(rounds), sum(work) / ranks
     enough = max(mean, max(work, default=0.0)) * (1.0 + EVEN)
+    apart = packing.split(work, ranks) if _waited(rounds, work) > enough else []
     for more in (0, 1):
         price = more * ROUND * mean / max(1, fewest)
         if _waited(rounds, work) <= enough + price:
             break
-        shares = [_packed(sorted(s), sizes, work, terms.budget_tokens, fewest + more) for s in packing.split(work, ranks)]
+        shares = [_packed(sorted(share), sizes, work, terms.budget_tokens, fewest + more) for share in apart]
         if max(map(len, shares)) == fewest + more:
             others = [_levelled([share[number] for share in shares], sizes, work, terms) for number in range(fewest + more)]
             if _waited(others, work) + price < _waited(rounds, work):

@@ -41,12 +41,13 @@ from driver.machine import on_disk
 from driver.settings import SECRETS, RunConfig
 from driver.terminal import RunName, Service, Sets, Url, err, fail, out
 
+ANSWER_S = 120.0  # a start on a crowded machine; a process that ends is noticed at once
+
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     help="Asynchronous reinforcement learning of language models. A service with a token: put it into HEADRACE_TOKEN.",
 )
-ANSWER_S = 120.0  # a start on a crowded machine; a process that ends is noticed at once
 config_app = typer.Typer(no_args_is_help=True, help="Look at configuration files.")
 app.add_typer(config_app, name="config")
 selfcheck_app = typer.Typer(no_args_is_help=True, help="Does what is yours keep its contract?")

@@ -176,7 +176,7 @@ class EmbeddedStore:
         return frozenset({self.location})
 
     def close(self) -> None:
-        """Nothing is kept open but what views hold."""
+        """The mappings of a writer go; what views hold stays."""
         self._kept.close()
 
     def remove(self) -> None:

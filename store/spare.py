@@ -51,7 +51,7 @@ class Spares:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # nobody else has it; in doubt it is left
             fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
             spare.rename(path)
-            there_bytes = os.fstat(handle).st_size  # a look at each page again would take a third of the time that writing them takes
+            there_bytes = os.fstat(handle).st_size  # to look at each page again takes two thirds of a copy
             os.ftruncate(handle, length_bytes)
             if length_bytes > there_bytes:
                 os.posix_fallocate(handle, there_bytes, length_bytes - there_bytes)
