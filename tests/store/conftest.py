@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
-from store import EmbeddedStore, MooncakeStore, Store, StoreStats, Unavailable, default_root, mooncake_location
+from store import EmbeddedStore, MooncakeStore, Ref, Store, StoreStats, Unavailable, default_root, mooncake_location
 from store.mooncake_client import installed
 from store.mooncake_segment import DIRECTORY
 
@@ -173,7 +173,11 @@ class Backend:
 
     def empty(self) -> None:
         """What other tests freed is gone, so that the account is this test's."""
-        wait_for(lambda: self.store.stats().used_bytes == 0, "the objects of other tests to go")
+        self.has_room(CAPACITY_BYTES)
+
+    def has_room(self, size_bytes: int) -> None:
+        """Other tests' objects leave that much."""
+        wait_for(lambda: self.store.stats().used_bytes <= CAPACITY_BYTES - size_bytes, "the objects of other tests to go")
 
     def settled(self, objects: int, used_bytes: int) -> None:
         """The account says so: embedded at once, with Mooncake when the last lease has run out."""
@@ -185,16 +189,18 @@ class Backend:
 
 @pytest.fixture(params=["embedded", "mooncake"])
 def backend(request: pytest.FixtureRequest, root: Path) -> Iterator[Backend]:
-    """An empty store of CAPACITY_BYTES, of each kind."""
+    """A store of each kind without a key, and with room for half of CAPACITY_BYTES at least."""
     if request.param == "embedded":
         store: Store = EmbeddedStore(root, CAPACITY_BYTES)
     else:
         store = MooncakeStore(request.getfixturevalue("_mooncake").location(root.name))
     made = Backend(request.param, store)
+    made.has_room(CAPACITY_BYTES // 2)
     yield made
     if request.param == "embedded":
         store.remove()
-    else:  # what was read is leased: it goes while other tests run
-        store.free([store.ref(key) for key in list(store.keys())])
+    else:  # what the test read is leased: it goes while other tests run
+        keys = store.keys()
+        store.free(Ref(key, 0, store.location) for key in keys)
         for claim in DIRECTORY.glob(f"{root.name}-*.owner"):
             claim.unlink()
