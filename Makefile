@@ -29,6 +29,7 @@ setup: $(VENV)/.ready
 # Python 3.11 or newer is needed; torch is the CPU or the CUDA build, as the package index serves it.
 $(VENV)/.ready: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "Headrace needs Python 3.11 or newer; install it, or say where: make PYTHON=/path/to/python3.11"; exit 1; }
+	@echo "installing Headrace into $(VENV): 1.8 GB (more where torch brings CUDA), one to ten minutes, started at $$(date +%T)"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[trainer,demo,dev]'
 	@touch $@

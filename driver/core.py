@@ -60,7 +60,12 @@ class Busy:
             self._since = None
 
     def seconds(self) -> float:
-        return self.total_s + (time.monotonic() - self._since if self._since is not None else 0.0)
+        return self.total_s + (self.now_s or 0.0)
+
+    @property
+    def now_s(self) -> float | None:
+        """Since when it works, in seconds; None while it does not."""
+        return None if self._since is None else time.monotonic() - self._since
 
 
 class Bell:

@@ -16,7 +16,7 @@ from driver import engine_facts, observe_data
 from driver.alarms import Alarm
 from driver.events import named
 from driver.ledger import CONSUMED, DISCARDED, EVALUATED, EVALUATION, FINISHED, READY, RUNNING, TRAINED, Trajectory, traj_uid_of
-from driver.why import Engine, Facts, Missing, Straggler, Waiting, explain, sentence
+from driver.why import BOUND, Engine, Facts, Missing, Straggler, Training, Waiting, explain, sentence
 
 if TYPE_CHECKING:
     from driver.evaluation import Evaluator
@@ -223,6 +223,7 @@ def why_facts(run: Run) -> Facts:
         return Facts(over=f"The run is {run.state}" + (f": {run.core.ledger.ended}." if run.core.ledger.ended else "."))
     return Facts(
         waits=waits,
+        training=_training(run),
         straggler=_straggler(run),
         engines=tuple(
             Engine(slot.engine_id, slot.state, slot.reason, slot.state_s(), slot.open_requests, slot.idle_s())
@@ -231,6 +232,16 @@ def why_facts(run: Run) -> Facts:
         absent=engine_facts.absent(run),
         push=run.publisher.why,
     )
+
+
+def _training(run: Run) -> Training | None:
+    """While rollout waits for it; there are many samples to look through."""
+    seconds, rollout, ledger = run.training.busy.now_s, run.core.waits.get("rollout"), run.core.ledger
+    if seconds is None or rollout is None or rollout.kind not in BOUND or "trainer" in run.core.waits:
+        return None
+    version = ledger.trained_version
+    what = f"batch {version}" if ledger.next_batch > version else f"storing version {version}"
+    return Training(what, seconds, sum(map(run.holds.is_ready, ledger.live())), run.core.samples_per_batch)
 
 
 def _straggler(run: Run) -> Straggler | None:

@@ -31,6 +31,7 @@ from driver.settings import RunConfig
 log = logging.getLogger("headrace.runs")
 ENDED = ("finished", "failed", "stopped")
 STOP_S = 10.0
+OWN_ENGINES = "begin with engines: own (headrace begin without --take-over)"
 
 
 class Begun(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
@@ -142,11 +143,11 @@ class Runs:
         origin = self.runs[begun.origin]
         if begun.engines == "take_over":
             if origin.state in ENDED:
-                raise ConfigError(f"run {begun.origin} is {origin.state} and its engines are gone; begin with engines: own")
+                raise ConfigError(f"run {begun.origin} is {origin.state} and its engines are gone; {OWN_ENGINES}")
             if key := other_engines(origin.config, config):
-                raise ConfigError(f"{key} differs from run {begun.origin}'s, whose engines were started with it; begin with engines: own")
+                raise ConfigError(f"{key} differs from run {begun.origin}'s, whose engines were started with it; {OWN_ENGINES}")
             if not origin.config.rollout.engines and not origin.processes.outside.engines:
-                raise ConfigError(f"run {begun.origin} has no engines to take over")
+                raise ConfigError(f"run {begun.origin} has no engines to take over; {OWN_ENGINES}")
             if any(one.origin == begun.origin and one.engines == "take_over" for one in self._begun if one.run_id in self.waiting):
                 raise ConfigError(f"another run waits for the engines of {begun.origin}")
         try:

@@ -14,6 +14,7 @@ from driver.lost_time import FULL
 
 UNDER_WAY = "under way"  # the kind of a push that goes on: every version has one
 REPLAY = "replay"  # the trainer works, and makes nothing new
+BOUND = ("staleness", "lag")  # the kinds of rollout's wait for batches to be trained and pushed
 SIDES = ("trainer", "reward", "push", "rollout")  # the first of these that waits is the one a person asks about
 
 
@@ -70,8 +71,19 @@ class Push:
 
 
 @dataclass(frozen=True)
+class Training:
+    """What the trainer is at, in words, for how long, and how many of the `samples` of the next batch are ready."""
+
+    what: str
+    seconds: float
+    ready: int
+    samples: int
+
+
+@dataclass(frozen=True)
 class Facts:
     waits: tuple[Waiting, ...] = ()
+    training: Training | None = None  # None: it does not work now
     straggler: Straggler | None = None
     engines: tuple[Engine, ...] = ()
     absent: Mapping[str, str] = field(default_factory=dict)  # engines of the run that cannot be used, with the reason
@@ -147,12 +159,22 @@ def _said_already(trainer: Because, upstream: Because) -> bool:
 
 def _of_side(facts: Facts, wait: Waiting) -> Because:
     reason = wait.reason
+    if wait.side == "rollout" and wait.kind in BOUND and facts.training is not None:
+        reason += f"; {_training(facts.training)}"
     if wait.side == "trainer" and facts.straggler is not None and wait.kind in ("samples", "held"):
         reason = f"{_without_oldest(reason)}; {_straggler(facts.straggler, wait.kind)}"
         rollout = facts.of("rollout")
-        if rollout is not None and rollout.kind in ("staleness", "lag"):
+        if rollout is not None and rollout.kind in BOUND:
             reason += f"; and no new sample may start: {rollout.reason}"
     return Because(wait.side, wait.kind, reason, wait.idle_s)
+
+
+def _training(training: Training) -> str:
+    """`trainer busy 8.2 s: batch 6; the next has its 32 samples, so training is the slower side`."""
+    busy = f"trainer busy {training.seconds:.1f} s: {training.what}"
+    if training.ready < training.samples:
+        return f"{busy}; {training.ready} of {training.samples} samples of the next are ready"
+    return f"{busy}; the next has its {training.samples} samples, so training is the slower side"
 
 
 def _without_oldest(reason: str) -> str:

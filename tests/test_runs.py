@@ -50,6 +50,7 @@ def test_A1_A2_E12_a_run_takes_over_the_engines_and_datasets_of_another_and_a_th
 
         refused = begin(service, **{"run_id": "b", "from": "sort-digits", "engines": "take_over", "set": {"rollout.stream_interval": 3}})
         assert refused.status_code == 400 and "rollout.stream_interval differs" in refused.json()["error"]["message"]
+        assert "without --take-over" in refused.json()["error"]["message"]
         assert begin(service, **{"run_id": "b", "from": "nobody"}).status_code == 400
         assert begin(service, **{"run_id": "sort-digits", "from": "sort-digits"}).status_code == 409
         assert states(service) == {"sort-digits": "running"}, "nothing was changed"

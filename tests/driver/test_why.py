@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from driver.lost_time import FULL
-from driver.why import Because, Engine, Facts, Missing, Push, Straggler, Waiting, explain, replaying, sentence
+from driver.why import Because, Engine, Facts, Missing, Push, Straggler, Training, Waiting, explain, replaying, sentence
 
 STALENESS = "staleness bound 3: 128 live samples are all that batches 7 to 10 can take"
 NOTHING = "Nothing waits: engines and trainer are both at work."
@@ -63,8 +63,8 @@ HELD = waiting("trainer", "batch 7 is held for sample 812, which must be trained
 )
 def test_L1_a_trainer_that_waits_for_samples_is_told_which_trajectory_is_missing_where_and_how_far_it_is(wait, missing, rollout, words):
     waits = (wait,) if rollout is None else (rollout, wait)
-    assert explain(Facts(waits, Straggler(812, 8, missing)))[0].sentence == words
-    assert sentence(Facts(waits, Straggler(812, 8, missing))) == words, "and the bound is not said twice"
+    assert explain(Facts(waits, straggler=Straggler(812, 8, missing)))[0].sentence == words
+    assert sentence(Facts(waits, straggler=Straggler(812, 8, missing))) == words, "and the bound is not said twice"
 
 
 @pytest.mark.parametrize(
@@ -104,6 +104,22 @@ def test_L1_the_trainers_sentence_goes_on_with_what_its_upstream_waits_for():
     reward = waiting("reward", "the reward service is starting again: killed", "starting")
     assert sentence(Facts((rollout, trainer))).endswith("none is running; rollout: all rows were sent")
     assert sentence(Facts((rollout, reward, trainer))).endswith("; reward: the reward service is starting again: killed")
+
+
+@pytest.mark.parametrize("kind", ["staleness", "lag"])
+def test_L1_the_bound_that_stops_rollout_while_the_trainer_works_says_whether_training_is_the_slower_side(kind):
+    waits = (waiting("rollout", STALENESS, kind),)
+    whole = Facts(waits, Training("batch 6", 8.25, 40, 32))
+    words = f"rollout idle 41.0 s: {STALENESS}; trainer busy 8.2 s: batch 6; the next has its 32 samples, so training is the slower side"
+    assert sentence(whole) == words == explain(whole)[0].sentence
+    part = Facts(waits, Training("storing version 7", 0.5, 31, 32))
+    assert sentence(part).endswith("; trainer busy 0.5 s: storing version 7; 31 of 32 samples of the next are ready")
+    assert sentence(Facts(waits)).endswith("can take"), "a trainer that does not work has a wait of its own"
+
+
+def test_the_trainer_is_not_brought_up_where_it_is_not_what_rollout_waits_for():
+    kv = waiting("rollout", "no engine is open: engine-0 is shut (version 7 is being pushed)", "engines")
+    assert sentence(Facts((kv,), Training("batch 6", 8.2, 40, 32))) == f"rollout idle 41.0 s: {kv.reason}"
 
 
 def test_engines_that_are_full_lose_nothing():
