@@ -21,8 +21,8 @@ def ledger() -> None:
     """Look at a run's ledger."""
 
 
-def _begins_from(run_dir: Path) -> str:
-    """What a new run can begin from, to end a remedy with."""
+def _origin_of(run_dir: Path) -> str:
+    """What a new run can begin from."""
     checkpoint = newest(run_dir.absolute() / "checkpoints")
     if checkpoint is None:
         return "its own model.path: it has no whole checkpoint"
@@ -37,11 +37,11 @@ def ledger_check(run_dir: Annotated[Path, typer.Argument(help="the run's directo
         found = check(path)
     except LedgerError as error:
         fail(str(error))
-    begins = _begins_from(path.parent)
+    origin = _origin_of(path.parent)
     troubles = (*found.damage, *found.wrong)
     for trouble in troubles:
         out.print(f"[red]wrong[/red]  {escape(trouble.words)}", highlight=False, soft_wrap=True)
-    for remedy in dict.fromkeys(trouble.remedy + begins * trouble.anew for trouble in troubles):
+    for remedy in dict.fromkeys(trouble.remedy.replace("{origin}", origin) for trouble in troubles):
         out.print(f"[yellow]remedy[/yellow] {escape(remedy)}", highlight=False, soft_wrap=True)
     state = "is well" if found.well else "is not well"
     out.print(

@@ -116,23 +116,22 @@ def _live_samples(query: Query) -> Iterator[Sample]:
 # ---- on request ------------------------------------------------------------------------------------------------------------
 
 
-ANEW = "headrace up refuses such a ledger: put back a copy of the run's directory from before it was damaged, or begin a new run from "
-"""What can be begun from is named by who asks."""
-ANEW_ALSO = "what lies in it is not sure: put back a copy of the run's directory from before it was damaged, or begin a new run from "
+ANEW = (
+    "headrace up refuses such a ledger: put back a copy of the run's directory from before it was damaged, or begin a new run from {origin}"
+)
+ANEW_ALSO = (
+    "what lies in it is not sure: put back a copy of the run's directory from before it was damaged, or begin a new run from {origin}"
+)
 SHOWN_ONLY = "only what is shown of it is off: the run can go on"
 IN_ARCHIVE = "the run can go on: what became of them stands by their ids in the run's archive/*.parquet"
 
 
 @dataclass(frozen=True)
 class Trouble:
-    """What is wrong with a ledger, and what to do: `anew` says that the remedy ends with what a new run can begin from."""
+    """What is wrong with a ledger, and what to do: who asks knows the `{origin}` that a new run can begin from."""
 
     words: str
     remedy: str
-
-    @property
-    def anew(self) -> bool:
-        return self.remedy.endswith(" from ")
 
 
 @dataclass(frozen=True)
