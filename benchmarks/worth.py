@@ -4,10 +4,12 @@ Each run is the demo's, to its last batch. Reward per sample: the mean over all 
 minute: how long it took until the mean of five batches reached TARGET, and the whole run. Correction is truncated importance sampling: a
 token's loss times min(trainer's own probability at the batch's beginning over the engine's, 2), one more forward pass a batch.
 
+With --losses instead: at S = 2, what of the correction does what, by six losses that differ in the clip, the weight and the mask alone.
+
 Runs are kept in DIRECTORY as they end; started again, it makes those that are missing. Every seed makes all of them in turn, so that a
 machine's moods fall on all.
 
-    python -m benchmarks.worth [--quick] [--json FILE] [--directory DIRECTORY] [--seeds 3]
+    python -m benchmarks.worth [--losses] [--quick] [--json FILE] [--directory DIRECTORY] [--seeds 3]
 """
 
 from __future__ import annotations
@@ -31,13 +33,23 @@ ROOT = Path(__file__).parents[1]
 CONFIG = ROOT / "examples/sort_digits/config.yaml"
 DATA = ROOT / "examples/sort_digits/data.jsonl"
 BOUNDS = (0, 1, 2, 4, 8)
-CORRECTION = ("trainer.loss.old_log_probs=recomputed", "trainer.loss.correction.weight=token")
+RECOMPUTED = "trainer.loss.old_log_probs=recomputed"
+WEIGHT, UNCAPPED = "trainer.loss.correction.weight=token", "trainer.loss.correction.cap=null"
+MASK = ("trainer.loss.correction.mask=token", "trainer.loss.correction.low=0.8", "trainer.loss.correction.high=1.28")
+LOSSES: dict[str, tuple[str, ...]] = {
+    "plain": (),
+    "corrected": (RECOMPUTED, WEIGHT),
+    "no clip": ("trainer.loss.clip_low=1", "trainer.loss.clip_high=1000000"),
+    "weight without cap": (RECOMPUTED, WEIGHT, UNCAPPED),  # for one step a batch the same gradient as without a clip
+    "weight and mask": (RECOMPUTED, WEIGHT, UNCAPPED, *MASK),
+    "no weight": (RECOMPUTED,),
+}
 TARGET = 0.8
 WINDOW = 5
 LAST = 10
 
 
-def one(bound: int, corrected: bool, seed: int, batches: int) -> dict[str, float | None]:
+def one(bound: int, loss: str, seed: int, batches: int) -> dict[str, float | None]:
     """A whole run, in a directory that goes."""
     with tempfile.TemporaryDirectory() as name:
         settings = [
@@ -48,7 +60,7 @@ def one(bound: int, corrected: bool, seed: int, batches: int) -> dict[str, float
             "service.port=0",
             f"data={DATA}",
             f"store.directory=/dev/shm/headrace-bench-{time.time_ns():x}",
-            *(CORRECTION if corrected else ()),
+            *LOSSES[loss],
         ]
         argv = [sys.executable, "-P", "-m", "driver.cli", "up", str(CONFIG), "--quiet", "--exit-when-done"]
         subprocess.run([*argv, *(part for setting in settings for part in ("--set", setting))], check=True, timeout=1800)
@@ -68,37 +80,40 @@ def one(bound: int, corrected: bool, seed: int, batches: int) -> dict[str, float
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="S = 0 and 2, one seed, 12 batches")
+    parser.add_argument("--quick", action="store_true", help="S = 0 and 2, or with --losses 2, one seed, 12 batches")
+    parser.add_argument("--losses", action="store_true", help="at S = 2, with six losses")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
     parser.add_argument("--directory", type=Path, default=Path("runs/worth"), help="finished runs, to go on from")
     parser.add_argument("--seeds", type=int, default=3)
     options = parser.parse_args()
+    bounds: tuple[int, ...]
     bounds, seeds, batches = ((0, 2), 1, 12) if options.quick else (BOUNDS, options.seeds, 110)
+    losses = ["plain", "corrected"]
+    if options.losses:
+        bounds, losses = (2,), list(LOSSES)
     directory = options.directory / f"{batches}"
     directory.mkdir(parents=True, exist_ok=True)
-    found: dict[tuple[int, bool], list[dict[str, float | None]]] = {}
+    found: dict[tuple[int, str], list[dict[str, float | None]]] = {}
     for seed in range(seeds):
         for bound in bounds:
-            for corrected in (False, True):
-                kept = directory / f"S{bound}-{'corrected' if corrected else 'plain'}-{seed}.json"
+            for loss in losses:
+                kept = directory / f"S{bound}-{loss.replace(' ', '-')}-{seed}.json"
                 if not kept.exists():
-                    kept.write_text(json.dumps(one(bound, corrected, seed, batches)) + "\n")
-                found.setdefault((bound, corrected), []).append(json.loads(kept.read_text()))
+                    kept.write_text(json.dumps(one(bound, loss, seed, batches)) + "\n")
+                found.setdefault((bound, loss), []).append(json.loads(kept.read_text()))
     table = Table(title=f"worth: medians of {seeds} seed{'s' if seeds > 1 else ''}, {batches} batches each")
     figures: dict[str, float | None] = {}
     names = list(next(iter(found.values()))[0])
-    for column in ("S", "correction", *names):
+    for column in ("S", "loss", *names):
         table.add_column(column.replace("_", " "), justify="right")
-    for (bound, corrected), runs in found.items():
+    for (bound, loss), runs in found.items():
         cells = []
         for name in names:
             values = [run[name] for run in runs]
             whole = [value for value in values if value is not None]
-            figures[f"S{bound}_{'corrected' if corrected else 'plain'}_{name}"] = middle = (
-                statistics.median(whole) if len(whole) == len(values) else None
-            )
+            figures[f"S{bound}_{loss.replace(' ', '_')}_{name}"] = middle = statistics.median(whole) if len(whole) == len(values) else None
             cells.append("not reached" if middle is None else f"{middle:.3g}")
-        table.add_row(str(bound), "yes" if corrected else "no", *cells)
+        table.add_row(str(bound), loss, *cells)
     Console(width=160).print(table)
     print(versions(["torch", "megatron-core"]))
     if options.json is not None:

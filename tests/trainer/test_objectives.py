@@ -110,6 +110,16 @@ def test_M1_M2_N2_every_objective_equals_plain_torch_in_every_layout(
         assert 0.0 < mine["effective_sample_size"] < 1.0
 
 
+def test_N2_without_a_clip_the_ratio_to_the_recorded_log_probs_and_the_weight_of_recomputed_ones_are_one_gradient(
+    lab: Any, rows: Any, make_spec: MakeSpec, plan: Any
+) -> None:
+    ways = [{"clip_low": 1.0, "clip_high": 1e6}, {"old_log_probs": "recomputed", "correction": {"weight": "token", "cap": None}}]
+    steps = [plan(batch, [dealt(drawn(rows, 71 + batch, 8), 1, 3)], 1e-3) for batch in range(3)]
+    ratio, weight = (lab.layout(make_spec("qwen3_tied", loss=loss, optimizer=ADAM), steps) for loss in ways)
+    assert ratio.reports[0]["grad_norm"] > 0.0
+    assert max(ratio.error(weight, kind) for kind in ("gradients", "weights")) < 1e-5
+
+
 METRICS = (
     *("loss", "grad_norm", "clip_fraction", "entropy", "kl", "ratio_max", "logprob_gap_max", "reference_kl", "off_policy_kl"),
     *("effective_sample_size", "value_loss", "value_clip_fraction", "explained_variance", "critic_grad_norm"),
