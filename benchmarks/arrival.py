@@ -39,8 +39,8 @@ from driver.core import Core
 from driver.events import Leaf, SampleRegistered, TrajectoryReady
 from driver.feed import Feed
 from driver.holds import Holds
-from driver.ledger import Sample, traj_uid_of
 from driver.ledger_db import LedgerDB
+from driver.ledger_state import Sample, traj_uid_of
 from driver.training import Training
 from rollout.client import make_http
 from store import EmbeddedStore, Lease, Ref, open_ref, put_small

@@ -20,9 +20,10 @@ import msgspec
 
 from benchmarks.common import Aim, Stopwatch, flags, median, report
 from driver.events import BatchApplied, BatchAssembled, Leaf, SampleRegistered, TrajectoryReady, VersionCommitted, VersionServed
-from driver.ledger import Ledger, traj_uid_of
+from driver.ledger import Ledger
 from driver.ledger_db import LedgerDB
 from driver.ledger_schema import recount
+from driver.ledger_state import traj_uid_of
 from driver.prefix_log import PrefixLog
 
 N = 8

@@ -15,7 +15,8 @@ import msgspec
 from driver.alarms import Alarm
 from driver.bias import DIMENSIONS, KEPT_WINDOWS, End, Meter, Row, Window, rows
 from driver.core import Core
-from driver.ledger import DISCARDED, Sample, Trajectory, Upsert, kind_of
+from driver.ledger_rows import Upsert
+from driver.ledger_state import DISCARDED, Sample, Trajectory, kind_of
 
 
 class BiasWatch:

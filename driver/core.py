@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 
 from driver.events import Event
 from driver.feed import Feed
-from driver.ledger import Ledger, Sample
+from driver.ledger import Ledger
 from driver.ledger_db import LedgerDB
+from driver.ledger_state import Sample
 from driver.limits import Limits, load_limits, save_limits
 from driver.lost_time import LostTime
 from driver.measured import Measured

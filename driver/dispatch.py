@@ -23,7 +23,7 @@ from driver.core import Core
 from driver.datasets import DataRow
 from driver.events import Leaf, SampleDiscarded, SampleRegistered, TrajectoryDiscarded, TrajectoryReady
 from driver.filter import Judge
-from driver.ledger import DISCARDED, READY, RUNNING, Sample, Trajectory
+from driver.ledger_state import DISCARDED, READY, RUNNING, Sample, Trajectory
 from driver.lost_time import FULL
 from driver.measured import BY_TRAJECTORY, Rate
 from driver.next_row import NextRow, Unfit, prompt_ids

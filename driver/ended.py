@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from driver import ledger_load
-from driver.ledger import DISCARDED, EVALUATED, TRAINED, Ledger
+from driver.ledger import Ledger
+from driver.ledger_state import DISCARDED, EVALUATED, TRAINED
 
 
 @dataclass(frozen=True)

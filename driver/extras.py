@@ -25,7 +25,7 @@ from store import Ref
 
 if TYPE_CHECKING:
     from driver.core import Core
-    from driver.ledger import Trajectory
+    from driver.ledger_state import Trajectory
     from rollout.tree import Leaf
 
 log = logging.getLogger("headrace.extras")

@@ -24,8 +24,8 @@ from itertools import islice
 import msgspec
 
 from driver.datasets import DataRow
-from driver.ledger import Upsert
 from driver.ledger_db import LedgerDB
+from driver.ledger_rows import Upsert
 from driver.mix import FeedError as FeedError
 from driver.mix import Walk, choose, planned
 

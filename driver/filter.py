@@ -15,7 +15,7 @@ import msgspec
 
 from driver.core import Core
 from driver.events import Leaf, RowSolved
-from driver.ledger import RUNNING, Sample, Trajectory, kind_of, traj_uid_of
+from driver.ledger_state import RUNNING, Sample, Trajectory, kind_of, traj_uid_of
 from driver.pass_rates import Observation, PassRates, is_right, observation
 from driver.settings import FilterConfig
 

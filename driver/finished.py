@@ -14,7 +14,7 @@ import orjson
 from driver.archive import Archive, FinishedTrajectory
 from driver.core import Core
 from driver.datasets import DataRow
-from driver.ledger import Sample, Trajectory, traj_uid_of
+from driver.ledger_state import Sample, Trajectory, traj_uid_of
 from rollout.answer import Generation
 from rollout.tokens import TokenizerView
 from store import Gone, Ref, Unavailable, open_ref

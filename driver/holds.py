@@ -17,7 +17,8 @@ from typing import Any
 import msgspec
 
 from driver.core import Core
-from driver.ledger import READY, RUNNING, Sample, Upsert
+from driver.ledger_rows import Upsert
+from driver.ledger_state import READY, RUNNING, Sample
 from driver.policy import Decision, Group, Hold, Preset, decide, facts_of, is_ready, plainly_too_few
 from driver.settings import RunConfig
 

@@ -16,8 +16,6 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 
@@ -29,7 +27,6 @@ from driver.events import (
     EvaluationBegan,
     EvaluationEnded,
     Event,
-    Leaf,
     MixChanged,
     Restarted,
     RowSkipped,
@@ -44,104 +41,36 @@ from driver.events import (
     VersionCommitted,
     VersionServed,
 )
+from driver.ledger_rows import Upsert, batch_row, meta, sample_row, trajectory_row
+from driver.ledger_state import (
+    APPLIED,
+    ASSEMBLED,
+    COMMITTED,
+    CONSUMED,
+    DISCARDED,
+    EVALUATED,
+    EVALUATION,
+    FINISHED,
+    OUTCOME,
+    READY,
+    REASON,
+    RUNNING,
+    STALENESS,
+    STATE,
+    TRAINED,
+    UNMADE,
+    Batch,
+    Counts,
+    Sample,
+    Trajectory,
+    kind_of,
+    traj_uid_of,
+)
 from driver.mix import Cursor, Walk
-
-RUNNING, READY, CONSUMED, FINISHED = "running", "ready", "consumed", "finished"
-TRAINED, EVALUATED, DISCARDED = "trained", "evaluated", "discarded"
-EVALUATION = -1  # the segment of held-out rows, which are in no dataset of the run
-ASSEMBLED, APPLIED, COMMITTED = "assembled", "applied", "committed"
-UNMADE = "unmade"  # of a batch: its number is given again
-STATE, OUTCOME, REASON, STALENESS = "state", "outcome", "reason", "staleness"  # kinds of counters
 
 
 class IllegalEvent(RuntimeError):
     """An event that does not fit the state: a fault of ours, never of the user."""
-
-
-@dataclass(frozen=True)
-class Upsert:
-    """One row to write: table, then column values (the primary key among them)."""
-
-    table: str
-    values: dict[str, Any]
-
-
-@dataclass
-class Trajectory:
-    traj_uid: str
-    uid: int
-    index: int
-    state: str = RUNNING
-    outcome: str | None = None
-    reason: str | None = None
-    infrastructure_attempts: int = 0
-    data_attempts: int = 0
-    leaves: tuple[Leaf, ...] = ()
-    reward: float | None = None
-    finish_reason: str | None = None
-    started_at: float = 0.0
-    ready_at: float | None = None
-
-
-@dataclass
-class Sample:
-    uid: int
-    segment: int
-    row_index: int
-    pass_index: int
-    version_tag: int
-    deadline_batch: int
-    trajectories: list[Trajectory]
-    batch_id: int | None = None
-
-    @property
-    def evaluation(self) -> bool:
-        """Of a held-out row: in no batch, in no bound."""
-        return self.segment == EVALUATION
-
-    @property
-    def waiting(self) -> bool:
-        return any(t.state == RUNNING for t in self.trajectories)
-
-    @property
-    def settled(self) -> bool:
-        """Live, and it can be taken into a batch: nothing of it runs, and something is ready."""
-        return self.batch_id is None and not self.evaluation and not self.waiting and any(t.state == READY for t in self.trajectories)
-
-    def in_state(self, state: str) -> list[Trajectory]:
-        return [t for t in self.trajectories if t.state == state]
-
-
-@dataclass
-class Batch:
-    batch_id: int
-    state: str
-    uids: tuple[int, ...]
-    plan: bytes
-    skipped: str | None = None
-
-
-@dataclass
-class Counts:
-    """Over all trajectories ever registered."""
-
-    registered: int = 0
-    by_state: collections.Counter[str] = field(default_factory=collections.Counter)
-    by_outcome: collections.Counter[str] = field(default_factory=collections.Counter)
-    by_reason: collections.Counter[str] = field(default_factory=collections.Counter)
-
-    def balanced(self) -> bool:
-        return self.registered == sum(self.by_state.values()) and self.by_state[FINISHED] == sum(self.by_outcome.values())
-
-
-def traj_uid_of(uid: int, index: int) -> str:
-    """Fixed width, so that no id is a prefix of another (an engine aborts by prefix)."""
-    return f"s{uid:016d}t{index:04d}"
-
-
-def kind_of(reason: str) -> str:
-    """What discards are counted by: the reason up to its second colon, without the particulars of one trajectory."""
-    return ":".join(reason.split(":")[:2])
 
 
 class Ledger:
@@ -206,7 +135,7 @@ class Ledger:
         self.settled_samples += more
         self.settlings += bool(more) or not isinstance(event, TrajectoryReady | SampleRegistered | TrajectoryRetried)
         if self.last_discard is not discarded:
-            writes.append(self._meta("last_discard", self.last_discard))
+            writes.append(meta("last_discard", self.last_discard))
         writes += [Upsert("counters", {"kind": kind, "name": name, "value": self._counter(kind, name)}) for kind, name in self._changed]
         self._changed.clear()
         return writes
@@ -234,10 +163,10 @@ class Ledger:
         for dataset_id, credit in e.credits.items():
             self.cursor.setdefault(dataset_id, Walk()).credit = credit
         return [
-            self._sample_row(sample),
-            *[self._trajectory_row(t) for t in sample.trajectories],
+            sample_row(sample),
+            *[trajectory_row(t) for t in sample.trajectories],
             *self._walks(e.dataset_id, *e.credits),
-            self._meta("next_uid", self.next_uid),
+            meta("next_uid", self.next_uid),
         ]
 
     def _on_TrajectoryReady(self, e: TrajectoryReady) -> list[Upsert]:
@@ -246,7 +175,7 @@ class Ledger:
             raise IllegalEvent(f"{e.traj_uid} is ready without a row")
         self._move(trajectory, READY)
         trajectory.leaves, trajectory.reward, trajectory.finish_reason, trajectory.ready_at = e.leaves, e.reward, e.finish_reason, e.time
-        return [self._trajectory_row(trajectory)]
+        return [trajectory_row(trajectory)]
 
     def _on_TrajectoryRetried(self, e: TrajectoryRetried) -> list[Upsert]:
         trajectory = self._in_state(e.traj_uid, RUNNING)
@@ -255,12 +184,12 @@ class Ledger:
         else:
             trajectory.infrastructure_attempts += 1
         trajectory.reason = e.reason
-        return [self._trajectory_row(trajectory)]
+        return [trajectory_row(trajectory)]
 
     def _on_TrajectoryDiscarded(self, e: TrajectoryDiscarded) -> list[Upsert]:
         trajectory = self._in_state(e.traj_uid, RUNNING, READY)
         self._finish(trajectory, DISCARDED, e.reason)
-        return [self._trajectory_row(trajectory), *self._forget_if_over(self.samples[trajectory.uid])]
+        return [trajectory_row(trajectory), *self._forget_if_over(self.samples[trajectory.uid])]
 
     def _on_SampleDiscarded(self, e: SampleDiscarded) -> list[Upsert]:
         sample = self.samples.get(e.uid)
@@ -270,7 +199,7 @@ class Ledger:
         for trajectory in sample.trajectories:
             if trajectory.state in (RUNNING, READY):
                 self._finish(trajectory, DISCARDED, e.reason)
-                writes.append(self._trajectory_row(trajectory))
+                writes.append(trajectory_row(trajectory))
         if e.filtered_from is not None:
             self.cursor.setdefault(e.filtered_from, Walk()).filtered += 1
             writes += self._walks(e.filtered_from)
@@ -280,7 +209,7 @@ class Ledger:
         trajectory = self._in_state(e.traj_uid, READY)
         self._move(trajectory, RUNNING)
         self._reset(trajectory, e.reason)
-        return [self._trajectory_row(trajectory)]
+        return [trajectory_row(trajectory)]
 
     def _on_BatchAssembled(self, e: BatchAssembled) -> list[Upsert]:
         if e.batch_id != self.next_batch:
@@ -298,14 +227,14 @@ class Ledger:
             sample.batch_id = e.batch_id
             self._leave_live(sample)
             self._add_staleness(e.batch_id - sample.version_tag, 1)
-            writes.append(self._sample_row(sample))
+            writes.append(sample_row(sample))
             for trajectory in sample.in_state(READY):
                 self._move(trajectory, CONSUMED)
-                writes.append(self._trajectory_row(trajectory, leaves=False))  # they are there, and some are rows themselves
+                writes.append(trajectory_row(trajectory, leaves=False))  # they are there, and some are rows themselves
         self.batches[e.batch_id] = Batch(e.batch_id, ASSEMBLED, e.uids, e.plan)
         self.next_batch += 1
         self.samples_taken += len(samples)
-        return [*writes, self._batch_row(self.batches[e.batch_id], e.time), self._meta("next_batch", self.next_batch)]
+        return [*writes, batch_row(self.batches[e.batch_id], e.time), meta("next_batch", self.next_batch)]
 
     def _on_BatchApplied(self, e: BatchApplied) -> list[Upsert]:
         batch = self.batches.get(e.batch_id)
@@ -313,9 +242,9 @@ class Ledger:
             raise IllegalEvent(f"batch {e.batch_id} (epoch {e.epoch}) applied on version {self.trained_version} (epoch {self.epoch})")
         batch.state, batch.skipped = APPLIED, e.skipped
         self.trained_version = e.batch_id + 1
-        row = self._batch_row(batch, e.time)
+        row = batch_row(batch, e.time)
         row.values["report"] = e.report
-        return [row, self._meta("trained_version", self.trained_version)]
+        return [row, meta("trained_version", self.trained_version)]
 
     def _on_BatchUnmade(self, e: BatchUnmade) -> list[Upsert]:
         batch = self.batches.get(e.batch_id)
@@ -333,23 +262,23 @@ class Ledger:
                     self._reset(trajectory, "rows lost")
                 else:
                     self._move(trajectory, READY)
-                writes.append(self._trajectory_row(trajectory))
-            writes.append(self._sample_row(sample))
+                writes.append(trajectory_row(trajectory))
+            writes.append(sample_row(sample))
         del self.batches[e.batch_id]
         self.next_batch -= 1
         self.samples_taken -= len(batch.uids)
         unmade = Upsert("batches", {"batch_id": e.batch_id, "state": UNMADE})
-        return [*writes, unmade, self._meta("next_batch", self.next_batch)]
+        return [*writes, unmade, meta("next_batch", self.next_batch)]
 
     def _on_VersionCommitted(self, e: VersionCommitted) -> list[Upsert]:
         if e.version > self.trained_version or e.version < self.committed_version:
             raise IllegalEvent(f"version {e.version} committed; trained {self.trained_version}, committed {self.committed_version}")
         self.committed_version, self.checkpoint = e.version, e.checkpoint
-        writes = [self._meta("committed_version", e.version), self._meta("checkpoint", e.checkpoint)]
+        writes = [meta("committed_version", e.version), meta("checkpoint", e.checkpoint)]
         for batch_id in [b for b in self.batches if b < e.version]:
             batch = self.batches.pop(batch_id)
             batch.state = COMMITTED
-            writes.append(self._batch_row(batch, e.time))
+            writes.append(batch_row(batch, e.time))
             for uid in batch.uids:
                 sample = self.samples[uid]
                 for trajectory in sample.in_state(CONSUMED):
@@ -357,7 +286,7 @@ class Ledger:
                         self._finish(trajectory, DISCARDED, f"step skipped: {batch.skipped}")
                     else:
                         self._finish(trajectory, TRAINED, None)
-                    writes.append(self._trajectory_row(trajectory))
+                    writes.append(trajectory_row(trajectory))
                 writes += self._forget_if_over(sample)
         return writes
 
@@ -370,29 +299,29 @@ class Ledger:
             if batch.batch_id >= e.version:
                 batch.state = ASSEMBLED
         return [
-            self._meta("epoch", e.epoch),
-            self._meta("trained_version", e.version),
-            self._meta("serving_version", self.serving_version),
-            *[self._batch_row(b, None) for b in self.batches.values()],
+            meta("epoch", e.epoch),
+            meta("trained_version", e.version),
+            meta("serving_version", self.serving_version),
+            *[batch_row(b, None) for b in self.batches.values()],
         ]
 
     def _on_VersionServed(self, e: VersionServed) -> list[Upsert]:
         if e.version > self.trained_version:
             raise IllegalEvent(f"version {e.version} served, trained is {self.trained_version}")
         self.serving_version = e.version
-        return [self._meta("serving_version", e.version)]
+        return [meta("serving_version", e.version)]
 
     def _on_EvaluationBegan(self, e: EvaluationBegan) -> list[Upsert]:
         if e.first_uid != self.next_uid:
             raise IllegalEvent(f"evaluation registered from sample {e.first_uid}, expected {self.next_uid}")
         self.next_uid += e.rows
-        writes = [self._meta("next_uid", self.next_uid)]
+        writes = [meta("next_uid", self.next_uid)]
         for row in range(e.rows):
             uid = e.first_uid + row
             sample = Sample(uid, EVALUATION, row, 0, e.version, 0, [])
             sample.trajectories = [Trajectory(traj_uid_of(uid, index), uid, index, started_at=e.time) for index in range(e.n)]
             self.samples[uid] = sample
-            writes += [self._sample_row(sample), *map(self._trajectory_row, sample.trajectories)]
+            writes += [sample_row(sample), *map(trajectory_row, sample.trajectories)]
         self.counts.registered += e.rows * e.n
         self.evaluating += e.rows * e.n
         self._add_state(RUNNING, e.rows * e.n)
@@ -410,7 +339,7 @@ class Ledger:
             self._finish(trajectory, EVALUATED, None)
         for row, index, reason in e.failed:
             self._finish(self.samples[e.first_uid + row].trajectories[index], DISCARDED, reason)
-        writes = [self._trajectory_row(t) for s in samples for t in s.trajectories]
+        writes = [trajectory_row(t) for s in samples for t in s.trajectories]
         name = f"evaluation/{samples[0].version_tag:016d}/{e.epoch:08d}/{e.first_uid:016d}"
         result = Upsert("meta", {"name": name, "value": e.report})
         return [*writes, result, *[write for s in samples for write in self._forget_if_over(s)]]
@@ -445,7 +374,7 @@ class Ledger:
 
     def _on_RunEnded(self, e: RunEnded) -> list[Upsert]:
         self.ended = e.how
-        return [self._meta("ended", e.how)]
+        return [meta("ended", e.how)]
 
     def _on_Restarted(self, e: Restarted) -> list[Upsert]:
         self.restarts += 1
@@ -475,7 +404,7 @@ class Ledger:
 
     def _walks(self, *dataset_ids: str) -> list[Upsert]:
         """One row a dataset, so that a sample costs no more when there are a thousand datasets that are walked."""
-        return [self._meta(f"cursor/{dataset_id}", self.cursor[dataset_id]) for dataset_id in dict.fromkeys(dataset_ids)]
+        return [meta(f"cursor/{dataset_id}", self.cursor[dataset_id]) for dataset_id in dict.fromkeys(dataset_ids)]
 
     def _in_state(self, traj_uid: str, *states: str) -> Trajectory:
         trajectory = self.trajectory(traj_uid)
@@ -525,60 +454,6 @@ class Ledger:
         self.evaluating -= len(sample.trajectories) * sample.evaluation
         del self.samples[sample.uid]
         self.just_over.append(sample)
-        row = self._sample_row(sample)
+        row = sample_row(sample)
         row.values["over"] = 1
         return [row]
-
-    @staticmethod
-    def _meta(name: str, value: Any) -> Upsert:
-        return Upsert("meta", {"name": name, "value": msgspec.json.encode(value)})
-
-    @staticmethod
-    def _sample_row(s: Sample) -> Upsert:
-        return Upsert(
-            "samples",
-            {
-                "uid": s.uid,
-                "segment": s.segment,
-                "row_index": s.row_index,
-                "pass_index": s.pass_index,
-                "version_tag": s.version_tag,
-                "deadline_batch": s.deadline_batch,
-                "batch_id": s.batch_id,
-                "over": 0,
-            },
-        )
-
-    @staticmethod
-    def _trajectory_row(t: Trajectory, leaves: bool = True) -> Upsert:
-        values = {
-            "uid": t.uid,
-            "idx": t.index,
-            "state": t.state,
-            "outcome": t.outcome,
-            "reason": t.reason,
-            "infrastructure_attempts": t.infrastructure_attempts,
-            "data_attempts": t.data_attempts,
-            "reward": t.reward,
-            "finish_reason": t.finish_reason,
-            "started_at": t.started_at,
-            "ready_at": t.ready_at,
-        }
-        if leaves:  # those of an ended one are freed
-            values["leaves"] = msgspec.json.encode(t.leaves) if t.leaves and t.state != FINISHED else None
-        return Upsert("trajectories", values)
-
-    @staticmethod
-    def _batch_row(b: Batch, time: float | None) -> Upsert:
-        values: dict[str, Any] = {
-            "batch_id": b.batch_id,
-            "state": b.state,
-            "uids": msgspec.json.encode(b.uids),
-            "plan": b.plan,
-            "skipped": b.skipped,
-        }
-        if b.state == COMMITTED:
-            values["plan"] = None  # its rows are freed: nothing left to replay
-        if time is not None:
-            values[f"{b.state}_at"] = time
-        return Upsert("batches", values)

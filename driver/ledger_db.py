@@ -27,8 +27,9 @@ from typing import Any
 import msgspec
 
 from driver import feed_tables, ledger_load
-from driver.ledger import Ledger, Upsert
+from driver.ledger import Ledger
 from driver.ledger_load import DoesNotBalance
+from driver.ledger_rows import Upsert
 from driver.ledger_schema import DAMAGED, KEYS, LedgerError, open_database, remedy
 
 __all__ = ["LedgerDB", "LedgerError"]

@@ -18,7 +18,9 @@ import msgspec
 
 from driver import feed_tables
 from driver.events import Leaf
-from driver.ledger import (
+from driver.ledger import Ledger
+from driver.ledger_schema import SCHEMA_VERSION, LedgerError, recount, remedy
+from driver.ledger_state import (
     ASSEMBLED,
     CONSUMED,
     FINISHED,
@@ -30,12 +32,10 @@ from driver.ledger import (
     STATE,
     UNMADE,
     Batch,
-    Ledger,
     Sample,
     Trajectory,
     traj_uid_of,
 )
-from driver.ledger_schema import SCHEMA_VERSION, LedgerError, recount, remedy
 
 Query = Callable[..., Any]
 LIVE = (

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from driver import feed_tables
-from driver.ledger import kind_of
+from driver.ledger_state import kind_of
 
 log = logging.getLogger("headrace.ledger")
 

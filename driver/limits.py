@@ -15,8 +15,8 @@ from collections.abc import Mapping
 import msgspec
 
 from driver.batcher import smallest_batch
-from driver.ledger import Upsert
 from driver.ledger_db import LedgerDB
+from driver.ledger_rows import Upsert
 
 
 class Limits(msgspec.Struct, frozen=True):

@@ -15,7 +15,7 @@ import msgspec
 from driver import engine_facts, observe_data
 from driver.alarms import Alarm
 from driver.events import named
-from driver.ledger import CONSUMED, DISCARDED, EVALUATED, EVALUATION, FINISHED, READY, RUNNING, TRAINED, Trajectory, traj_uid_of
+from driver.ledger_state import CONSUMED, DISCARDED, EVALUATED, EVALUATION, FINISHED, READY, RUNNING, TRAINED, Trajectory, traj_uid_of
 from driver.why import BOUND, Engine, Facts, Missing, Straggler, Training, Waiting, explain, sentence
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ import orjson
 
 from driver.engine_facts import Unused
 from driver.engine_model import perhaps_another_model, same_model
-from driver.ledger import Upsert
+from driver.ledger_rows import Upsert
 from rollout.address import NotAllowed, allowed_host, checked_url, engine_id_of
 from rollout.answer import EngineError
 from rollout.client import EngineClient

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from driver.ledger import Trajectory
+from driver.ledger_state import Trajectory
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from driver.batcher import Candidate, Choice, choose, too_few
-from driver.ledger import READY, RUNNING, Sample
+from driver.ledger_state import READY, RUNNING, Sample
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from driver.launcher import (
     Started,
     StartFailed,
 )
-from driver.ledger import Upsert
+from driver.ledger_rows import Upsert
 from driver.life import ProcessSpec
 from driver.outside import Outside
 from driver.planned import plan_of

@@ -18,7 +18,7 @@ import msgspec
 
 from driver.core import Core
 from driver.events import Found, Restarted, RowsLost, TrajectoryRetried
-from driver.ledger import CONSUMED, Sample
+from driver.ledger_state import CONSUMED, Sample
 from driver.prefix_log import PrefixLog
 from driver.row_snapshot import RowSnapshot, wanted_keys
 from driver.store_gate import moved

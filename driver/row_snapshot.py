@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from driver.core import Core
-from driver.ledger import CONSUMED, READY
+from driver.ledger_state import CONSUMED, READY
 from store import Store, Unavailable
 from store.row_file import RowFile, Saved
 

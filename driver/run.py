@@ -37,8 +37,8 @@ from driver.finished import Finished
 from driver.history import History
 from driver.holds import Holds
 from driver.launcher import StartFailed
-from driver.ledger import Upsert
 from driver.ledger_db import LedgerDB, LedgerError
+from driver.ledger_rows import Upsert
 from driver.own_roles import OwnRoles
 from driver.planned import plan_of
 from driver.planner import Plan, PlanError

@@ -21,8 +21,8 @@ import msgspec
 from driver.config import ConfigError
 from driver.derive import derived, other_engines, same_reward
 from driver.launcher import LocalProcess
-from driver.ledger import Upsert
 from driver.ledger_db import LedgerDB, LedgerError
+from driver.ledger_rows import Upsert
 from driver.planned import plan_of
 from driver.planner import Plan, PlanError
 from driver.run import Run

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from driver.ledger import Upsert
 from driver.ledger_db import LedgerDB
+from driver.ledger_rows import Upsert
 
 log = logging.getLogger("headrace.scale")
 PREFIX = "scale/"  # in the ledger's table `meta`

@@ -9,7 +9,7 @@ from fastapi import FastAPI, HTTPException, Path
 from driver.balance import PlanRow, Terms
 from driver.events import Leaf
 from driver.explain import explain
-from driver.ledger import UNMADE
+from driver.ledger_state import UNMADE
 from driver.run import Run
 from driver.training import decode_plan
 

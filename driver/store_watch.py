@@ -23,7 +23,8 @@ import msgspec
 
 from driver.core import Core
 from driver.events import RowsLost
-from driver.ledger import CONSUMED, READY, Sample, Upsert
+from driver.ledger_rows import Upsert
+from driver.ledger_state import CONSUMED, READY, Sample
 from driver.row_snapshot import RowSnapshot, wanted_keys
 from store import StoreError
 

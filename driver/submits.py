@@ -19,7 +19,7 @@ import msgspec
 
 from driver.datasets import read_rows, scorable
 from driver.events import MixChanged
-from driver.ledger import Upsert
+from driver.ledger_rows import Upsert
 from driver.mix import Change, FeedError, Walk, check, check_one
 
 if TYPE_CHECKING:

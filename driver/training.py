@@ -26,7 +26,7 @@ from driver.balance import PlanRow, Terms, plan
 from driver.core import Busy, Core
 from driver.events import BatchApplied, BatchAssembled, BatchUnmade, EpochBegan, VersionCommitted, named
 from driver.holds import Holds
-from driver.ledger import DISCARDED, TRAINED, Batch, Sample
+from driver.ledger_state import DISCARDED, TRAINED, Batch, Sample
 from driver.snapshot import Snapshot
 from driver.store_gate import moved
 from driver.why import REPLAY, replaying

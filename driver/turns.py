@@ -26,7 +26,8 @@ import msgspec
 from driver.core import Core
 from driver.events import TrajectoryRetried
 from driver.extras import Extras
-from driver.ledger import RUNNING, Trajectory, Upsert
+from driver.ledger_rows import Upsert
+from driver.ledger_state import RUNNING, Trajectory
 from driver.prefix_log import PrefixLog
 from driver.prefixes import TurnBuffer, usable
 from driver.push import Pusher

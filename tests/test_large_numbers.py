@@ -23,8 +23,8 @@ import pytest
 
 from driver.archive import read_metrics, read_trajectories
 from driver.datasets import DataRow
-from driver.ledger import Upsert
 from driver.ledger_db import LedgerDB
+from driver.ledger_rows import Upsert
 from driver.mix import Walk
 from tests.chaos.accounts import check_end
 from tests.chaos.attacks import BOUND, EXPLAINED, KILL, KINDS, N_PER_SAMPLE, REPAIR_S, STOP, Cell, Chaos, cells

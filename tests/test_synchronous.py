@@ -26,7 +26,7 @@ from driver.advantage import advantages
 from driver.archive import read_trajectories
 from driver.balance import PlanRow as Planned
 from driver.balance import Terms, plan
-from driver.ledger import traj_uid_of
+from driver.ledger_state import traj_uid_of
 from driver.life import CHILD, free_port
 from rollout.answer import EngineError
 from rollout.client import EngineClient, make_http

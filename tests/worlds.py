@@ -33,7 +33,8 @@ from driver.events import (
     VersionCommitted,
     VersionServed,
 )
-from driver.ledger import CONSUMED, READY, RUNNING, Ledger, Sample, kind_of
+from driver.ledger import Ledger
+from driver.ledger_state import CONSUMED, READY, RUNNING, Sample, kind_of
 from driver.limits import Limits
 from driver.policy import Decision, Hold, Preset, decide, facts_of
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from driver import ledger_load
 from driver.archive import read_trajectories
-from driver.ledger import EVALUATION, traj_uid_of
+from driver.ledger_state import EVALUATION, traj_uid_of
 
 FILTERED = "filtered: "  # how the filter's reasons begin
 RESTARTED = "evaluation: the driver was restarted"

@@ -22,8 +22,8 @@ from driver import cli
 from driver.core import Core
 from driver.events import Event
 from driver.finished import Finished
-from driver.ledger import Trajectory
 from driver.ledger_db import LedgerDB
+from driver.ledger_state import Trajectory
 from driver.process_specs import Specs
 from driver.processes import Processes
 from driver.turns import Turns

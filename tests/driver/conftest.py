@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 
 from driver.events import Leaf, SampleRegistered, TrajectoryReady
-from driver.ledger import FINISHED, Ledger, traj_uid_of
+from driver.ledger import Ledger
+from driver.ledger_state import FINISHED, traj_uid_of
 from driver.mix import Walk
 
 

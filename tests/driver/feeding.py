@@ -15,8 +15,8 @@ from driver.datasets import DataRow, read_rows
 from driver.dispatch import Dispatch
 from driver.events import MixChanged, RowSkipped, SampleRegistered, TrajectoryReady
 from driver.feed import Feed
-from driver.ledger import traj_uid_of
 from driver.ledger_db import LedgerDB
+from driver.ledger_state import traj_uid_of
 from driver.mix import Change
 from driver.scoring import Scoring
 from driver.watermark import Watermark

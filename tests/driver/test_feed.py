@@ -17,8 +17,9 @@ from driver.datasets import DatasetError
 from driver.events import MixChanged, RowSolved
 from driver.feed import Feed, FeedError, shuffled
 from driver.feed_tables import load_walks
-from driver.ledger import Ledger, Upsert
+from driver.ledger import Ledger
 from driver.ledger_db import LedgerDB
+from driver.ledger_rows import Upsert
 from driver.mix import Change, Walk
 from tests.driver.feeding import Fed, rows
 

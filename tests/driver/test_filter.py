@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from driver.batcher import Candidate, choose
 from driver.events import BatchAssembled, MixChanged, TrajectoryDiscarded
 from driver.filter import Streak, why_filtered
-from driver.ledger import kind_of, traj_uid_of
+from driver.ledger_state import kind_of, traj_uid_of
 from driver.mix import Change
 from driver.settings_data import FilterConfig
 from tests.driver.feeding import BATCH_SAMPLES, Lab, rows

@@ -34,9 +34,11 @@ from driver.events import (
     VersionCommitted,
     VersionServed,
 )
-from driver.ledger import CONSUMED, FINISHED, READY, RUNNING, IllegalEvent, Ledger, Upsert, traj_uid_of
+from driver.ledger import IllegalEvent, Ledger
 from driver.ledger_db import LedgerDB
 from driver.ledger_load import check
+from driver.ledger_rows import Upsert
+from driver.ledger_state import CONSUMED, FINISHED, READY, RUNNING, traj_uid_of
 from driver.mix import Change
 from tests.driver.conftest import fields, ready, register
 

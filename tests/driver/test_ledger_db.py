@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from driver.events import BatchApplied, BatchAssembled, TrajectoryDiscarded, VersionCommitted, VersionServed
-from driver.ledger import Ledger, traj_uid_of
+from driver.ledger import Ledger
 from driver.ledger_db import LedgerDB, LedgerError
 from driver.ledger_load import check
+from driver.ledger_state import traj_uid_of
 from tests.driver.conftest import fields, ready, register
 
 

@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 
 from driver.events import VersionServed
-from driver.ledger import Ledger, Upsert
+from driver.ledger import Ledger
 from driver.ledger_db import LedgerDB, LedgerError
 from driver.ledger_load import check
+from driver.ledger_rows import Upsert
 from tests.driver.conftest import fields, register
 from tests.driver.test_ledger_db import play
 

@@ -12,9 +12,10 @@ import pytest
 
 from driver import ledger_schema
 from driver.events import BatchApplied, BatchAssembled, Leaf, TrajectoryDiscarded, TrajectoryRetried, VersionCommitted, VersionServed
-from driver.ledger import Ledger, traj_uid_of
+from driver.ledger import Ledger
 from driver.ledger_db import LedgerDB, LedgerError
 from driver.ledger_load import check
+from driver.ledger_state import traj_uid_of
 from tests.driver.conftest import fields, leaf, ready, register
 
 # As schema 1 wrote it. Not taken from the product, which may change.

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from driver.batcher import choose, feasible
 from driver.config import ConfigError, load_config
 from driver.holds import preset_of
-from driver.ledger import DISCARDED, FINISHED, READY, RUNNING, Sample, Trajectory, traj_uid_of
+from driver.ledger_state import DISCARDED, FINISHED, READY, RUNNING, Sample, Trajectory, traj_uid_of
 from driver.policy import Decision, Group, Hold, Preset, decide, facts_of, is_ready, plainly_too_few
 
 CONFIG = Path(__file__).parents[2] / "examples/sort_digits/config.yaml"

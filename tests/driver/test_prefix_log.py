@@ -15,8 +15,8 @@ import pytest
 from driver.config import load_config
 from driver.core import Core
 from driver.feed import Feed
-from driver.ledger import Trajectory
 from driver.ledger_db import LedgerDB
+from driver.ledger_state import Trajectory
 from driver.prefix_log import PrefixLog
 from driver.push import Pusher
 from driver.turns import Turns

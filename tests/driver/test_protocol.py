@@ -24,8 +24,8 @@ from driver.core import Core
 from driver.events import Leaf, TrajectoryReady
 from driver.feed import Feed
 from driver.holds import Holds
-from driver.ledger import Sample, traj_uid_of
 from driver.ledger_db import LedgerDB
+from driver.ledger_state import Sample, traj_uid_of
 from driver.training import Training
 from store import EmbeddedStore, open_ref, put_small
 from tests.driver.conftest import register

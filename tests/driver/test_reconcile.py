@@ -14,8 +14,8 @@ from driver.config import load_config
 from driver.core import Core
 from driver.events import BatchAssembled, Found, Leaf, SampleDiscarded, TrajectoryReady
 from driver.feed import Feed
-from driver.ledger import traj_uid_of
 from driver.ledger_db import LedgerDB
+from driver.ledger_state import traj_uid_of
 from driver.prefix_log import PrefixLog
 from driver.reconcile import CannotContinue, reconcile
 from driver.row_snapshot import RowSnapshot, wanted_keys

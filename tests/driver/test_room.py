@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from driver.events import EvaluationBegan, Leaf, TrajectoryReady
-from driver.ledger import Trajectory
+from driver.ledger_state import Trajectory
 from driver.row_bytes import SPANS
 from driver.row_writer import FULL_ALARM
 from rollout.version import Version

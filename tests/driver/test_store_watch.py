@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from driver import store_watch
-from driver.ledger import traj_uid_of
+from driver.ledger_state import traj_uid_of
 from driver.store_watch import StoreWatch
 from store import EmbeddedStore, Unavailable
 from tests.driver.test_reconcile import Start, begun
