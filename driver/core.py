@@ -65,7 +65,7 @@ class Busy:
 
     @property
     def now_s(self) -> float | None:
-        """Since when it works, in seconds; None while it does not."""
+        """For how long it has been at what it is at, in seconds; None while it does not work."""
         return None if self._since is None else time.monotonic() - self._since
 
 

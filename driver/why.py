@@ -14,7 +14,7 @@ from driver.lost_time import FULL
 
 UNDER_WAY = "under way"  # the kind of a push that goes on: every version has one
 REPLAY = "replay"  # the trainer works, and makes nothing new
-BOUND = ("staleness", "lag")  # the kinds of rollout's wait for batches to be trained and pushed
+STALENESS, LAG = BOUND = ("staleness", "lag")  # kinds of rollout's wait: until a batch is trained; until its version is pushed
 SIDES = ("trainer", "reward", "push", "rollout")  # the first of these that waits is the one a person asks about
 
 
@@ -160,7 +160,7 @@ def _said_already(trainer: Because, upstream: Because) -> bool:
 def _of_side(facts: Facts, wait: Waiting) -> Because:
     reason = wait.reason
     if wait.side == "rollout" and wait.kind in BOUND and facts.training is not None:
-        reason += f"; {_training(facts.training)}"
+        reason += f"; {_training(facts.training, wait.kind)}"
     if wait.side == "trainer" and facts.straggler is not None and wait.kind in ("samples", "held"):
         reason = f"{_without_oldest(reason)}; {_straggler(facts.straggler, wait.kind)}"
         rollout = facts.of("rollout")
@@ -169,12 +169,12 @@ def _of_side(facts: Facts, wait: Waiting) -> Because:
     return Because(wait.side, wait.kind, reason, wait.idle_s)
 
 
-def _training(training: Training) -> str:
-    """`trainer busy 8.2 s: batch 6; the next has its 32 samples, so training is the slower side`."""
-    busy = f"trainer busy {training.seconds:.1f} s: {training.what}"
-    if training.ready < training.samples:
-        return f"{busy}; {training.ready} of {training.samples} samples of the next are ready"
-    return f"{busy}; the next has its {training.samples} samples, so training is the slower side"
+def _training(training: Training, kind: str) -> str:
+    """`trainer busy 8.2 s: batch 6; the next has its 32 samples, so training is the slower side`. A lag may be the push's."""
+    busy, samples = f"trainer busy {training.seconds:.1f} s: {training.what}", training.samples
+    if training.ready >= samples and kind == STALENESS:
+        return f"{busy}; the next has its {samples} samples, so training is the slower side"
+    return f"{busy}; {min(training.ready, samples)} of {samples} samples of the next are ready"
 
 
 def _without_oldest(reason: str) -> str:

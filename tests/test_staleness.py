@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -63,5 +64,30 @@ def test_V1_V9_with_S_0_and_pushes_that_take_seconds_nothing_is_evicted_and_the_
         assert [(w["sampled"], w["trained"], w["closed"]) for w in bias["windows"]] == [(16, 16, True)] * 4
         assert bias["total"]["task_type"][0]["name"] == "sort" and not bias["alarms"]
         assert "headrace_bias_length_gap_ratio" in service.http.get(f"{service.url}/metrics").text
+    finally:
+        service.close()
+
+
+SLOW_LOSS = """
+import time
+import torch
+
+def slow(tokens, spec):
+    time.sleep(1.0)
+    return -tokens.advantage * torch.exp(tokens.log_probs - tokens.old)
+"""
+
+
+@pytest.mark.slow
+def test_L1_where_training_is_the_slower_side_the_wait_for_the_bound_says_so(tmp_path):
+    (tmp_path / "loss.py").write_text(SLOW_LOSS)
+    settings = ["batch.samples=4", "rollout.n=4", "stop.batches=20", f"trainer.loss.policy={tmp_path}/loss.py:slow"]
+    service = ServiceUnderTest(tmp_path / "run", *settings)
+    try:
+        service.up()
+        assert service.submit().status_code == 201
+        words = re.compile(r"can take; trainer busy \d+\.\d s: batch \d+; the next has its 4 samples, so training is the slower side$")
+        service.wait(lambda s: words.search(s["why"].get("rollout", {}).get("reason", "")), "it is told")
+        service.wait(lambda s: "so training is the slower side" in service.run("/why")["sentence"], "in the sentence too")
     finally:
         service.close()

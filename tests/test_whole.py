@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import signal
 import sqlite3
@@ -96,20 +95,6 @@ def test_staleness_and_queues_answer_while_it_runs(service):
     metrics = service.http.get(f"{service.url}/metrics").text
     assert 'headrace_ledger_trained_version{run_id="sort-digits"}' in metrics
     assert service.run("/why")["sentence"]
-
-
-def test_L1_where_the_trainer_is_the_slower_side_the_wait_for_the_bound_says_so(service):
-    (pid,) = (p["pid"] for p in service.run("/processes") if p["role"] == "trainer")
-    slow = psutil.Process(pid)
-    slow.suspend()
-    try:
-        wanted = re.compile(r"can take; trainer busy \d+\.\d s: batch \d+; the next has its 6 samples, so training is the slower side$")
-        service.wait(lambda s: wanted.search(s["why"].get("rollout", {}).get("reason", "")), "it is told", 20.0)
-        assert "so training is the slower side" in service.run("/why")["sentence"]
-    finally:
-        slow.resume()
-    version = service.run()["trained_version"]
-    service.wait(lambda s: s["trained_version"] > version, "it goes on")
 
 
 def test_A2_V6_sigterm_in_mid_run_and_a_restart_go_on_from_the_same_version(service):

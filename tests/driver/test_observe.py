@@ -4,13 +4,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from driver.config import load_config
-from driver.core import Core
+from driver.core import Busy, Core
 from driver.engine_facts import Unused, absent, engines
 from driver.ledger import Ledger
 from driver.ledger_db import LedgerDB
 from driver.lost_time import LostTime
-from driver.observe import alarms, why_history
-from driver.why import Facts, Waiting, sentence
+from driver.observe import _training, alarms, why_history
+from driver.why import Facts, Training, Waiting, sentence
 from rollout.pool import EnginePool
 from rollout.version import Version
 
@@ -41,6 +41,22 @@ def test_H7_batches_that_train_nothing_raise_an_alarm_that_names_the_cause():
     assert alarms(run(4, snapshot=full)) == [full.failure]
     assert "last 5 batches trained nothing (every advantage is 0)" in alarms(run(5))[0]
     assert alarms(run(4, core=SimpleNamespace(alarms={"filter": "everything is filtered"}))) == ["everything is filtered"]
+
+
+def test_L1_what_the_trainer_is_at_is_gathered_while_rollout_waits_for_the_bound():
+    ledger = SimpleNamespace(trained_version=6, next_batch=7, live=lambda: iter([True, False, True]))
+    core = SimpleNamespace(ledger=ledger, samples_per_batch=2, waits={"rollout": SimpleNamespace(kind="staleness")})
+    run = SimpleNamespace(core=core, training=SimpleNamespace(busy=Busy()), holds=SimpleNamespace(is_ready=bool))
+    assert _training(run) is None, "it does not work"
+    with run.training.busy.working():
+        found = _training(run)
+        assert found == Training("batch 6", found.seconds, 2, 2) and 0.0 <= found.seconds < 10.0
+        ledger.trained_version = 7
+        assert _training(run).what == "storing version 7"
+        core.waits["trainer"] = SimpleNamespace(kind="replay")
+        assert _training(run) is None, "it has a reason of its own"
+        core.waits = {"rollout": SimpleNamespace(kind="kv")}
+        assert _training(run) is None, "rollout waits for something else"
 
 
 async def test_engines_show_our_requests_their_own_reports_with_their_age_and_how_many_got_what_they_preferred():

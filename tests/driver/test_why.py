@@ -106,15 +106,21 @@ def test_L1_the_trainers_sentence_goes_on_with_what_its_upstream_waits_for():
     assert sentence(Facts((rollout, reward, trainer))).endswith("; reward: the reward service is starting again: killed")
 
 
-@pytest.mark.parametrize("kind", ["staleness", "lag"])
-def test_L1_the_bound_that_stops_rollout_while_the_trainer_works_says_whether_training_is_the_slower_side(kind):
-    waits = (waiting("rollout", STALENESS, kind),)
+def test_L1_the_bound_that_stops_rollout_while_the_trainer_works_says_whether_training_is_the_slower_side():
+    waits = (waiting("rollout", STALENESS, "staleness"),)
     whole = Facts(waits, Training("batch 6", 8.25, 40, 32))
     words = f"rollout idle 41.0 s: {STALENESS}; trainer busy 8.2 s: batch 6; the next has its 32 samples, so training is the slower side"
     assert sentence(whole) == words == explain(whole)[0].sentence
     part = Facts(waits, Training("storing version 7", 0.5, 31, 32))
     assert sentence(part).endswith("; trainer busy 0.5 s: storing version 7; 31 of 32 samples of the next are ready")
     assert sentence(Facts(waits)).endswith("can take"), "a trainer that does not work has a wait of its own"
+
+
+def test_L1_an_engine_whose_version_is_too_old_does_not_make_training_the_slower_side():
+    """The push may be."""
+    lag = waiting("rollout", "the engines serve version 3, too old for batch 6 with bound 2", "lag")
+    words = f"rollout idle 41.0 s: {lag.reason}; trainer busy 8.2 s: batch 6; 32 of 32 samples of the next are ready"
+    assert sentence(Facts((lag,), Training("batch 6", 8.25, 40, 32))) == words
 
 
 def test_the_trainer_is_not_brought_up_where_it_is_not_what_rollout_waits_for():
