@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from driver.mix import check_sum
 from driver.row_bytes import trajectory_bytes
+from driver.section import Section
 from driver.settings_data import CurriculumConfig, DataConfig, FilterConfig
 from driver.settings_evaluation import EvaluationConfig
 from driver.settings_roles import NAME as ROLE_NAME
@@ -27,10 +28,6 @@ from trainer.layout import misplaced, nothing_to_offload, sequence_unit
 from trainer.loss_spec import CriticSpec, LossSpec, check_critic
 
 SECRETS = {"service": {"token"}, "rollout": {"engine_api_key", "engine_admin_key", "router_api_key"}}  # keys that are never shown
-
-
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 def _from_environment(value: str | None) -> str | None:
@@ -45,15 +42,15 @@ def _from_environment(value: str | None) -> str | None:
     return value
 
 
-class SamplingConfig(_Section):
+class SamplingConfig(Section):
     """Sampling of training traffic. Top-p, top-k and the like are refused: the trainer could not know the support (M5)."""
 
     temperature: float = Field(1.0, gt=0, description="log-probs are of logits / temperature; 0 has no gradient")
     max_new_tokens: int = Field(16, ge=1)
-    stop_token_ids: list[int] = []
+    stop_token_ids: list[int] = Field([])
 
 
-class RolloutConfig(_Section):
+class RolloutConfig(Section):
     engine: Literal["embedded", "sglang"] = Field(
         "embedded", description="embedded: ours, small models on the CPU; sglang: the real server"
     )
@@ -123,7 +120,7 @@ class RolloutConfig(_Section):
         return self
 
 
-class BatchConfig(_Section):
+class BatchConfig(Section):
     samples: int = Field(16, ge=1, description="P: samples per global batch")
     mini_batches: int = Field(1, ge=1, description="optimizer steps per global batch")
     micro_batch_tokens: int = Field(4096, ge=16, description="token budget of one forward and backward pass, all its rows together")
@@ -140,7 +137,7 @@ class BatchConfig(_Section):
         return self
 
 
-class StalenessConfig(_Section):
+class StalenessConfig(Section):
     """The bound, and who gives way when a straggler holds a batch. Keys of another preset are refused: they would have no effect."""
 
     bound: int = Field(2, ge=0, description="S: no trained sample is more than this many batches old; 0 is synchronous")
@@ -176,10 +173,10 @@ class StalenessConfig(_Section):
         return self
 
 
-class ScorerConfig(_Section):
+class ScorerConfig(Section):
     rule: Literal["exact", "numeric", "partial"] | None = None
     function: str | None = Field(None, description="module:attribute or path/file.py:attribute")
-    params: dict[str, Any] = {}
+    params: dict[str, Any] = Field({})
     time_limit_s: float = Field(10.0, gt=0, description="a scorer that runs longer is killed and its leaf fails")
 
     @model_validator(mode="after")
@@ -189,7 +186,7 @@ class ScorerConfig(_Section):
         return self
 
 
-class RewardConfig(_Section):
+class RewardConfig(Section):
     scorers: dict[str, ScorerConfig] = Field({"*": ScorerConfig(rule="exact")}, description="by task type; '*' is the default")
     workers: int = Field(1, ge=1)
     batch_wait_s: float = Field(0.01, ge=0, description="jobs are gathered this long before they are sent")
@@ -221,7 +218,7 @@ class CriticConfig(CriticSpec):
         return CriticSpec.model_validate(self.model_dump(exclude={"learning_rate"}))
 
 
-class TrainerConfig(_Section):
+class TrainerConfig(Section):
     tp: int = Field(1, ge=1, le=64, description="tensor-parallel ranks: each layer's heads and widths are split over them")
     pp: int = Field(1, ge=1, le=64, description="pipeline stages: the layers are split over them")
     cp: int = Field(1, ge=1, le=64, description="context-parallel ranks: each sequence is split over them")
@@ -299,12 +296,12 @@ class TrainerConfig(_Section):
         return self.learning_rate * 0.5 * (1.0 + math.cos(math.pi * done))
 
 
-class CheckpointConfig(_Section):
+class CheckpointConfig(Section):
     every: int = Field(10, ge=1, description="batches between checkpoints; bounds what is replayed after a loss")
     keep_last: int = Field(2, ge=1)
 
 
-class PushConfig(_Section):
+class PushConfig(Section):
     transport: Literal["auto", "store", "tensor", "disk", "distributed"] = Field(
         "auto",
         description="store: the embedded engine reads the store; tensor: SGLang maps shared memory; distributed: broadcasts over the "
@@ -325,14 +322,14 @@ class PushConfig(_Section):
     )
 
 
-class StopConfig(_Section):
+class StopConfig(Section):
     batches: int | None = Field(None, ge=1)
     epochs: int | None = Field(1, ge=1, description="passes over the datasets; null: for ever")
     reward: float | None = Field(None, description="stop when the mean reward over the last `reward_window` batches reaches this")
     reward_window: int = Field(5, ge=1)
 
 
-class ServiceConfig(_Section):
+class ServiceConfig(Section):
     host: str = "127.0.0.1"
     port: int = Field(8700, ge=0, le=65535, description="0: any free port, written to RUN_DIR/service.json")
     token: str | None = Field(
@@ -377,11 +374,11 @@ class ServiceConfig(_Section):
         return self
 
 
-class ModelConfig(_Section):
+class ModelConfig(Section):
     path: Path = Field(description="a Hugging Face checkpoint directory (config.json, safetensors, tokenizer.json)")
 
 
-class RunConfig(_Section):
+class RunConfig(Section):
     run_id: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")
     run_dir: Path | None = Field(None, description="default runs/RUN_ID")
     seed: int = 0

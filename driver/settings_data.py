@@ -5,16 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, StrictInt, model_validator
+from pydantic import Field, StrictInt, model_validator
 
 from driver.mix import Change, check_one
+from driver.section import Section
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-
-class FilterConfig(_Section):
+class FilterConfig(Section):
     """Which samples are discarded, and replaced by others, before they can be trained. Without any of these, none."""
 
     max_pass_rate: float | None = Field(
@@ -39,7 +36,7 @@ class FilterConfig(_Section):
         return self
 
 
-class CurriculumConfig(_Section):
+class CurriculumConfig(Section):
     """A function of yours that sets the weights of the datasets while the run goes on."""
 
     function: str = Field(description="module:attribute or path/file.py:attribute; it is given pass rates and returns weights")
@@ -48,7 +45,7 @@ class CurriculumConfig(_Section):
     params: dict[str, Any] = Field({}, description="handed to it as they are")
 
 
-class DataConfig(_Section):
+class DataConfig(Section):
     """A dataset that is submitted, and closed, at the first start. A later start takes over shares that were changed here."""
 
     path: Path

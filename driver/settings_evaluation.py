@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from driver.section import Section
 
 
-class EvaluationConfig(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
+class EvaluationConfig(Section):
     data: Path = Field(description="the held-out rows, JSONL or Parquet, as a dataset's; their task types need a scorer")
     mapping: dict[str, str] = Field({}, description="field mapping, as at a submit: {prompt: question, answer: label}")
     every: int = Field(10, ge=1, description="versions between evaluations; version 0 and the last one are evaluated too")

@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_serializer, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_serializer, model_validator
 
 from driver.schema import check_schema
+from driver.section import Section
 
 ANY = "any"
 TAKEN = frozenset(("driver", "feed", "rollout", "engine", "reward", "batcher", "trainer", "courier", "evaluator", "store"))
 NAME = r"^[a-z][a-z0-9_]{0,31}$"
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, populate_by_name=True)
+class _Section(Section):
+    model_config = ConfigDict(populate_by_name=True)
 
 
 class _Stream(_Section):
@@ -58,8 +59,8 @@ class RoleResources(_Section):
 class RoleConfig(_Section):
     logic: str = Field(description="path/file.py:Class or module:Class; see examples/own_role")
     instances: int = Field(1, ge=0, le=64, description="0: declared, and started by `headrace scale NAME 1`")
-    subscribes: dict[str, Subscribes] = {}
-    publishes: dict[str, Publishes] = {}
+    subscribes: dict[str, Subscribes] = Field({})
+    publishes: dict[str, Publishes] = Field({})
     resources: RoleResources = RoleResources()
     params: dict[str, Any] = Field({}, description="handed to the class as they are")
     deadline_s: float = Field(60.0, gt=0, description="an item that takes longer: the process is replaced, and gets it again")

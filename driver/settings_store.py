@@ -6,19 +6,16 @@ import re
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from driver.section import Section
 from store.mooncake_segment import LEAST_BYTES
 
 Kind = Literal["embedded", "mooncake"]
 MASTER = re.compile(r"(?P<host>[A-Za-z0-9._-]+):(?P<port>\d{1,5})")
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-
-class MooncakeConfig(_Section):
+class MooncakeConfig(Section):
     """Keys of kind mooncake; with the embedded store they are refused."""
 
     master: str | None = Field(None, description="HOST:PORT of a master that somebody else runs; null: the run starts its own")
@@ -65,7 +62,7 @@ class MooncakeConfig(_Section):
         return self
 
 
-class StoreConfig(_Section):
+class StoreConfig(Section):
     kind: Kind | None = Field(
         None,
         description="embedded: shared memory of this host; mooncake: of many hosts; null: mooncake with `hosts`, else embedded",

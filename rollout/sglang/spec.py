@@ -22,7 +22,7 @@ ASK_DEADLINE_S = 60.0
 class SglangSpec(BaseModel):
     """How a run's SGLang servers are started. `located` fills in what is left to us."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     python: Path | None = Field(
         None, description="the Python that has sglang; default: .venv-sglang beside the project (`make sglang`), else this one"

@@ -8,11 +8,12 @@ from typing import get_args
 
 import pytest
 import yaml
+from pydantic import BaseModel
 
 from driver.advantage import ADVANTAGES
 from driver.config import ConfigError, load_config, parse_config, weights_bytes
 from driver.mix import Change
-from driver.settings import LossConfig, ServiceConfig
+from driver.settings import LossConfig, RunConfig, ServiceConfig
 from trainer.loss_spec import CriticSpec, LossSpec
 
 ROOT = Path(__file__).parents[2]
@@ -186,6 +187,21 @@ def test_bf16_widens_what_a_push_may_differ_by_unless_it_is_set_and_halves_what_
 def test_O1_a_number_that_is_not_finite_is_refused(tmp_path: Path, key: str, value: str) -> None:
     with pytest.raises(ConfigError, match=f"{key} is -?(inf|nan)"):
         load_config(write(tmp_path), [f"{key}={value}"])
+
+
+def test_O1_no_part_of_the_configuration_takes_keys_it_does_not_know_or_numbers_that_are_not_finite():
+    parts: list[type[BaseModel]] = [RunConfig]
+    for part in parts:
+        inner = [field.annotation for field in part.model_fields.values()]
+        for kind in inner:  # grows by what a union, a list or a mapping is of
+            inner += get_args(kind)
+            if isinstance(kind, type) and issubclass(kind, BaseModel) and kind not in parts:
+                parts.append(kind)
+    assert len(parts) > 20
+    loose = [
+        part.__name__ for part in parts if part.model_config.get("allow_inf_nan") is not False or part.model_config["extra"] != "forbid"
+    ]
+    assert not loose
 
 
 def test_files_that_are_no_configuration_are_refused(tmp_path):
