@@ -116,12 +116,9 @@ def _live_samples(query: Query) -> Iterator[Sample]:
 # ---- on request ------------------------------------------------------------------------------------------------------------
 
 
-ANEW = (
-    "headrace up refuses such a ledger: put back a copy of the run's directory from before it was damaged, or begin a new run from {origin}"
-)
-ANEW_ALSO = (
-    "what lies in it is not sure: put back a copy of the run's directory from before it was damaged, or begin a new run from {origin}"
-)
+COPY_OR_ANEW = "put back a copy of the run's directory from before it was damaged, or begin a new run from {origin}"
+ANEW = f"headrace up refuses such a ledger: {COPY_OR_ANEW}"
+ANEW_ALSO = f"what lies in it is not sure: {COPY_OR_ANEW}"
 SHOWN_ONLY = "only what is shown of it is off: the run can go on"
 IN_ARCHIVE = "the run can go on: what became of them stands by their ids in the run's archive/*.parquet"
 
