@@ -298,6 +298,9 @@ class EmbeddedStore:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             facts = os.fstat(handle)
+            # A writer that was still at it when the file was opened has published it since: its one name is that of an object.
+            if not _is_at(path, facts):
+                return True
             # A writer that died between link and unlink leaves a second name; the bytes stay with the first.
             if facts.st_nlink == 1:
                 balance.used_bytes -= aligned(facts.st_size, PAGE_BYTES)
@@ -346,3 +349,10 @@ def _gone(key: str) -> Gone:
 
 def _taken(key: str) -> Exists:
     return Exists(f"{key!r} is in the store already; objects are written once")
+
+
+def _is_at(path: Path, facts: os.stat_result) -> bool:
+    try:
+        return os.path.samestat(facts, os.stat(path))
+    except FileNotFoundError:
+        return False

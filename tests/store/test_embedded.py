@@ -1,7 +1,9 @@
 """The embedded store within one process: what goes in comes out, once, whole, and within the capacity."""
 
+import fcntl
 import gc
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +15,7 @@ import pytest
 from store import Column, EmbeddedStore, Full, Gone, Ref, Unavailable, default_root, occupied_bytes, open_store
 from store.account import Balance
 from store.embedded import FREED_AT_ONCE
+from tests.store.conftest import wait_for
 
 ROW: dict[str, Any] = {
     "input_ids": np.arange(7, dtype=np.int32),
@@ -177,6 +180,36 @@ def test_B2_room_is_what_is_not_in_use_and_grows_again_when_the_last_view_of_wha
     lease.close()
     gc.collect()
     assert store.room_bytes() == capacity_bytes
+
+
+@pytest.mark.parametrize("length", [1000, 2 << 20], ids=["small", "large"])
+def test_B2_a_put_that_ends_while_its_file_is_looked_at_stays_counted(
+    root: Path, store: EmbeddedStore, monkeypatch: pytest.MonkeyPatch, length: int
+) -> None:
+    """Whoever collects has opened the temporary file, and comes to lock it when the writer has published it and let it go."""
+    link, flock, may_link = os.link, fcntl.flock, threading.Event()
+    refs: list[Ref] = []
+    writing = threading.Thread(target=lambda: refs.append(EmbeddedStore(root).put("k", {"a": np.ones(length, np.uint8)})))
+
+    def linked(temp: Path, target: Path) -> None:
+        assert may_link.wait(20)
+        link(temp, target)
+
+    def locked(handle: int, how: int) -> None:
+        if how & fcntl.LOCK_EX and Path(os.readlink(f"/proc/self/fd/{handle}")).parent.name == "temp":
+            may_link.set()
+            writing.join(20)
+        flock(handle, how)
+
+    monkeypatch.setattr(os, "link", linked)
+    writing.start()
+    wait_for(lambda: os.listdir(root / "temp"), "a put that has not ended")
+    monkeypatch.setattr(fcntl, "flock", locked)
+    stats = store.stats()
+    assert not writing.is_alive() and (stats.objects, stats.used_bytes) == (1, refs[0].size_bytes)
+    assert (store.open(refs[0])["a"] == 1).all()
+    store.free(refs)
+    assert store.stats().used_bytes == 0
 
 
 def test_O3_whoever_puts_gets_in_between_while_thousands_are_freed(store: EmbeddedStore, monkeypatch: pytest.MonkeyPatch) -> None:
